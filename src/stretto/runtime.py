@@ -1,0 +1,138 @@
+"""The inbox and the clock. `wait` is the only call in which time passes, live or simulated."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
+
+from stretto.records import Event, Interrupted, Timer
+
+
+class Runtime(Protocol):
+    """Where every result arrives, and what time it is."""
+
+    def now(self) -> float:
+        """Seconds since the run began, not counting the time between a stop and its resume."""
+
+    def post(self, event: Event) -> None:
+        """Put an event into the inbox; safe from any thread."""
+
+    def wait(self, until: float | None) -> list[Event]:
+        """Events in order of arrival, at least one; a `Timer` if `until` comes first.
+
+        Raises RuntimeError if nothing can ever arrive.
+        """
+
+
+class Local(Protocol):
+    """Engines of this process: somebody has to step them."""
+
+    def busy(self) -> bool:
+        """Whether a step would do something."""
+
+    def step(self) -> list[Event]:
+        """Make one step and return its events, perhaps none."""
+
+
+class LiveRuntime:
+    """Monotonic clock and a thread-safe queue; engines of this process are stepped while the queue is empty.
+
+    `expecting` says whether something outside this thread still owes an event (a reward, say): without it a
+    schedule that has come to a stand would be waited for for ever.
+    """
+
+    def __init__(self, elapsed: float = 0.0) -> None:
+        self._start = time.monotonic() - elapsed
+        self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.local: Local | None = None
+        self.expecting: Callable[[], bool] = lambda: False
+
+    def now(self) -> float:
+        return time.monotonic() - self._start
+
+    def post(self, event: Event) -> None:
+        self._inbox.put(event)
+
+    def wait(self, until: float | None = None) -> list[Event]:
+        while True:
+            busy = self.local is not None and self.local.busy()
+            events = self._arrived(block=not busy, until=until)
+            if not events and self.local is not None and busy:
+                events = self.local.step()
+            if events:
+                return events
+            if until is not None and self.now() >= until:
+                return [Timer()]
+
+    def _arrived(self, block: bool, until: float | None) -> list[Event]:
+        """Everything in the inbox; `block` waits a little for a first event."""
+        events: list[Event] = []
+        if block and not self.expecting() and until is None and self._inbox.empty():
+            raise RuntimeError("nothing is running and nothing is expected: the schedule has come to a stand")
+        try:
+            if block:
+                # Short naps: a signal handler cannot wake a thread blocked in a queue on every platform.
+                nap = 0.2 if until is None else max(0.0, min(0.2, until - self.now()))
+                events.append(self._inbox.get(timeout=nap))
+            while True:
+                events.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return events
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM become an `Interrupted` event; a second one raises KeyboardInterrupt at once."""
+        seen: list[int] = []
+
+        def handle(number: int, _frame: FrameType | None) -> None:
+            if seen:
+                raise KeyboardInterrupt
+            seen.append(number)
+            self.post(Interrupted(number))
+
+        before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class SimulatedRuntime:
+    """A virtual clock over a heap: `wait` leaps to the next moment at which something happens."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._order = itertools.count()
+        self._heap: list[tuple[float, int, Event | Callable[[], list[Event]]]] = []
+
+    def now(self) -> float:
+        return self._now
+
+    def post(self, event: Event, delay: float = 0.0) -> None:
+        heapq.heappush(self._heap, (self._now + delay, next(self._order), event))
+
+    def call_at(self, when: float, tick: Callable[[], list[Event]]) -> None:
+        """Call `tick` at that time; what it returns arrives then."""
+        heapq.heappush(self._heap, (max(when, self._now), next(self._order), tick))
+
+    def wait(self, until: float | None = None) -> list[Event]:
+        events: list[Event] = []
+        while not events:
+            if not self._heap or (until is not None and self._heap[0][0] > until):
+                if until is None:
+                    raise RuntimeError("nothing is left to happen: the schedule has come to a stand")
+                self._now = max(self._now, until)
+                return [Timer()]
+            self._now = self._heap[0][0]
+            while self._heap and self._heap[0][0] == self._now:
+                item = heapq.heappop(self._heap)[2]
+                events += item() if callable(item) else [item]
+        return events

@@ -1,0 +1,126 @@
+"""A simulated world around the real ledger, controller and schedules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from stretto.buffer import Ledger
+from stretto.config import ScheduleConfig
+from stretto.controller import Controller
+from stretto.engine.simulated import SimulatedEngine, StepCost
+from stretto.fleet.in_process import InProcessFleet
+from stretto.records import (
+    Event,
+    Loaded,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    Scored,
+    UpdateBatch,
+    Updated,
+)
+from stretto.runtime import SimulatedRuntime
+from stretto.schedule import make_schedule
+from stretto.weights import WeightsRef
+from tests.invariants import check
+
+
+def prompt(row: int) -> Prompt:
+    return Prompt(row, f"{row:08x}", 0, np.array([row % 7, 1, 2]), {})
+
+
+class Rows:
+    """Rows 0, 1, 2 ... of `count`, again and again."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.taken = count, 0
+
+    def next(self, count: int) -> list[tuple[Prompt, int]]:
+        first, self.taken = self.taken, self.taken + count
+        return [(prompt(i % self.count), i // self.count) for i in range(first, self.taken)]
+
+
+class World:
+    """Runs a schedule to `steps` updates; checks the ledger after every batch of events."""
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        *,
+        length: Callable[[Request], int],
+        workers: int = 1,
+        slots: int = 16,
+        rows: int = 64,
+        reward_seconds: float = 0.05,
+        train_seconds: float = 1.0,
+        max_new_tokens: int = 1000,
+        cost: StepCost | None = None,
+        checked: bool = True,
+    ) -> None:
+        self.runtime = SimulatedRuntime()
+        self.ledger = Ledger(SamplingParams(max_new_tokens=max_new_tokens), now=self.runtime.now)
+        self.engines = [
+            SimulatedEngine(self.runtime, length, worker=w, slots=slots, cost=cost) for w in range(workers)
+        ]
+        self.reward_seconds, self.train_seconds, self.checked = reward_seconds, train_seconds, checked
+        self.version = 0
+        self.batches: list[UpdateBatch] = []
+        self.events = 0
+        self.controller = Controller(
+            self.runtime,
+            self.ledger,
+            make_schedule(config),
+            InProcessFleet(self.engines, self.runtime.post),
+            rewards=self,
+            prompts=Rows(rows),
+            learner=self,
+            observer=self,
+        )
+        apply = self.ledger.apply
+
+        def apply_and_check(events: Sequence[Event]) -> list[Rollout]:
+            self.events += len(events)
+            ended = apply(events)
+            if self.checked:
+                check(self.ledger)
+            return ended
+
+        self.ledger.apply = apply_and_check  # type: ignore[method-assign, assignment]
+
+    def run(self, steps: int) -> World:
+        self.controller.run(lambda: self.ledger.version >= steps)
+        return self
+
+    def submit(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            self.runtime.post(Scored(rollout.request_id, float(rollout.request_id % 2)), self.reward_seconds)
+
+    def begin(self, batch: UpdateBatch) -> None:
+        self.version += 1
+        self.runtime.post(Updated(self.version), self.train_seconds)
+
+    def publish(self) -> WeightsRef:
+        return WeightsRef(self.version, "copy", "")
+
+    def harvested(self, batch: UpdateBatch) -> None:
+        self.batches.append(batch)
+
+    def updated(self, event: Updated) -> None:
+        self.ledger.take_finished()
+
+    def published(self) -> None: ...
+
+    def loaded(self, event: Loaded) -> None: ...
+
+
+def long_tailed(seed: int, cap: int = 1000) -> Callable[[Request], int]:
+    """Lognormal lengths, a function of the request's key so that a restart has the same one."""
+
+    def length(request: Request) -> int:
+        return max(1, min(cap, int(random.Random(seed ^ request.key).lognormvariate(3.0, 1.2))))
+
+    return length
