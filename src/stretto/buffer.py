@@ -352,35 +352,8 @@ class Ledger:
     def rollout(self, request_id: int) -> Rollout:
         """The response of a request as it stands now."""
         row = request_id - self.first_id
-        c = self.columns
-        group = int(c.group[row])
-        tokens = self.tokens.get(request_id) or Tokens()
-        token_ids, logprobs, raw_logprobs, versions, loss_mask = tokens.arrays()
-        return Rollout(
-            request_id=request_id,
-            group_id=group,
-            prompt=self.prompts[group],
-            sample_index=int(c.sample_index[row]),
-            visit=int(c.visit[row]),
-            key=int(c.key[row]),
-            token_ids=token_ids,
-            logprobs=logprobs,
-            raw_logprobs=raw_logprobs,
-            versions=versions,
-            loss_mask=loss_mask,
-            turn_start=int(c.turn_start[row]),
-            turn=int(c.turn[row]),
-            reward=float(c.reward[row]),
-            reward_parts=c.reward_parts[row] or {},
-            reward_status=c.reward_status[row] or "ok",
-            finish_reason=FinishReason(c.finish_reason[row] or ""),
-            outcome=State(c.state[row]),
-            worker=int(c.worker[row]),
-            attempt=int(c.attempt[row]),
-            admitted_step=int(c.admitted_step[row]),
-            started_at=float(c.started_at[row]),
-            finished_at=float(c.finished_at[row]),
-        )
+        prompt = self.prompts[int(self.columns.group[row])]
+        return self.columns.rollout(row, request_id, prompt, self.tokens.get(request_id) or Tokens())
 
     def take_finished(self) -> list[Rollout]:
         """The responses scored since the last call, as they stand; the ledger then forgets the consumed

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stretto.records import BoolArray, FloatArray, IntArray, Rollout, State
+from stretto.records import BoolArray, FinishReason, FloatArray, IntArray, Prompt, Rollout, State
 
 
 class Columns:
@@ -77,6 +77,35 @@ class Columns:
             self._reserve(max(2 * len(self.state), first + count))
         self.size += count
         return first
+
+    def rollout(self, row: int, request_id: int, prompt: Prompt, tokens: Tokens) -> Rollout:
+        """A row with its tokens as a record."""
+        token_ids, logprobs, raw_logprobs, versions, loss_mask = tokens.arrays()
+        return Rollout(
+            request_id=request_id,
+            group_id=int(self.group[row]),
+            prompt=prompt,
+            sample_index=int(self.sample_index[row]),
+            visit=int(self.visit[row]),
+            key=int(self.key[row]),
+            token_ids=token_ids,
+            logprobs=logprobs,
+            raw_logprobs=raw_logprobs,
+            versions=versions,
+            loss_mask=loss_mask,
+            turn_start=int(self.turn_start[row]),
+            turn=int(self.turn[row]),
+            reward=float(self.reward[row]),
+            reward_parts=self.reward_parts[row] or {},
+            reward_status=self.reward_status[row] or "ok",
+            finish_reason=FinishReason(self.finish_reason[row] or ""),
+            outcome=State(self.state[row]),
+            worker=int(self.worker[row]),
+            attempt=int(self.attempt[row]),
+            admitted_step=int(self.admitted_step[row]),
+            started_at=float(self.started_at[row]),
+            finished_at=float(self.finished_at[row]),
+        )
 
     def restore(self, row: int, rollout: Rollout, state: State) -> None:
         """Fill a row from a rollout that was in flight when a checkpoint was made."""
