@@ -81,6 +81,7 @@ class Ledger:
         self.version = 0  # optimiser steps made
         self.updating = False  # between Harvest and Updated
         self.next_group = 0
+        self.generated_tokens = 0  # ever, whatever became of them
         self.alive = 0  # admitted, neither CONSUMED nor DISCARDED
         self.counters = dict.fromkeys(
             ("stale_events", "discarded_tokens", "reward_errors", "reward_timeouts"), 0
@@ -142,6 +143,7 @@ class Ledger:
         if not known.all():
             self.counters["stale_events"] += int((~known).sum())
         rows, counts = rows[known], event.counts[known]
+        self.generated_tokens += int(counts.sum())
         c.length[rows] += counts
         c.last_version[rows] = event.version
         c.first_version[rows] = np.where(c.first_version[rows] < 0, event.version, c.first_version[rows])

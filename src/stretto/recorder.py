@@ -1,7 +1,8 @@
 """What a run leaves behind: metrics, logs, checkpoints, evaluations, written at the boundaries between steps.
 
-The recorder is the controller's observer: it is told, it decides nothing. At a boundary it writes, in this order, the logs of the
-step, its line of metrics, and the checkpoint that builds on them; a crash in between is rewound on resume.
+The recorder is the controller's observer: it is told, it decides nothing. At a boundary it writes, in this
+order, the logs of the step, its line of metrics, and the checkpoint that builds on them; a crash in between
+is rewound on resume.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from stretto.buffer import Ledger
 from stretto.config import Config
-from stretto.evaluate import Evaluation
+from stretto.evaluation import Evaluation
 from stretto.fleet import Fleet
 from stretto.learn.learner import Learner
 from stretto.observe.metrics import Generation, Seconds, step_metrics
@@ -111,7 +112,11 @@ class Recorder:
         self.folder.append_metrics(metrics)
         self.trackers(step, metrics)
         self.boundary = self._boundary(step)
-        if last or step % self.config.checkpoint.every == 0 or self.best == (metrics.get("eval/accuracy"), step):
+        if (
+            last
+            or step % self.config.checkpoint.every == 0
+            or self.best == (metrics.get("eval/accuracy"), step)
+        ):
             self.checkpoint()
         self._batch = None
         self._spans(step, arrived)
@@ -156,8 +161,6 @@ class Recorder:
         folder = self.folder.checkpoint_folder(boundary.step)
         if not folder.exists():
             self.folder.save_checkpoint(boundary.step, self.learner.save, boundary.in_flight, boundary.state)
-            if self.best is not None and self.best[1] == boundary.step:
-                self.folder.mark_best(boundary.step)
             self.folder.prune(self.config.checkpoint.keep, self.best[1] if self.best else None)
         return folder
 
@@ -174,9 +177,13 @@ class Recorder:
     def _spans(self, step: int, updated: float) -> None:
         clock = self._clock
         self.timeline.span("rollout", f"rollout {step}", clock.resumed, clock.last_finished, step=step)
-        self.timeline.span("rewards", f"waiting for rewards {step}", clock.last_finished, clock.harvested, step=step)
+        self.timeline.span(
+            "rewards", f"waiting for rewards {step}", clock.last_finished, clock.harvested, step=step
+        )
         self.timeline.span("learner", f"update {step}", clock.harvested, updated, step=step)
-        self.timeline.span("sync", f"weights {step - 1}", clock.published, clock.published + clock.sync, step=step)
+        self.timeline.span(
+            "sync", f"weights {step - 1}", clock.published, clock.published + clock.sync, step=step
+        )
         self.timeline.span("files", f"boundary {step}", updated, self.runtime.now(), step=step)
         self.timeline.flush()
 

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,14 +49,18 @@ class LiveRuntime:
     schedule that has come to a stand would be waited for for ever.
     """
 
-    def __init__(self, elapsed: float = 0.0) -> None:
-        self._start = time.monotonic() - elapsed
+    def __init__(self) -> None:
+        self._start = time.monotonic()
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.local: Local | None = None
         self.expecting: Callable[[], bool] = lambda: False
 
     def now(self) -> float:
         return time.monotonic() - self._start
+
+    def continue_from(self, elapsed: float) -> None:
+        """Set the clock to `elapsed` seconds: a resumed run's time goes on where it was saved."""
+        self._start = time.monotonic() - elapsed
 
     def post(self, event: Event) -> None:
         self._inbox.put(event)
@@ -88,7 +93,13 @@ class LiveRuntime:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM become an `Interrupted` event; a second one raises KeyboardInterrupt at once."""
+        """SIGINT and SIGTERM become an `Interrupted` event; a second one raises KeyboardInterrupt at once.
+
+        Outside the main thread, where Python allows no handlers, signals are left as they are.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         seen: list[int] = []
 
         def handle(number: int, _frame: FrameType | None) -> None:

@@ -1,20 +1,21 @@
 """Evaluation: the same loop, ledger and engine as training, over held-out rows, once.
 
-Keys carry the purpose "eval" and visit 0, so every evaluation of a run draws the same noise: two evaluations of the same
-weights agree token for token, and a difference between two checkpoints is less noisy than two fresh draws.
+Keys carry the purpose "eval" and visit 0, so every evaluation of a run draws the same noise: two
+evaluations of the same weights agree token for token, and a difference between two checkpoints is less
+noisy than two fresh draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from stretto.assemble import sampling_params
+from stretto.assemble import make_engine, sampling_params
 from stretto.buffer import Ledger
 from stretto.config import Config
 from stretto.controller import Controller
-from stretto.engine.embedded import EmbeddedEngine
 from stretto.fleet.in_process import InProcessFleet
 from stretto.observe.metrics import evaluation_metrics
 from stretto.records import Loaded, Prompt, Purpose, Rollout, UpdateBatch, Updated
@@ -90,14 +91,7 @@ def evaluate(
         multi_turn=rewards.multi_turn,
         now=runtime.now,
     )
-    engine = EmbeddedEngine(
-        model,
-        tokenizer,
-        worker=0,
-        max_num_seqs=config.engine.max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
-    )
+    engine = make_engine(config, model, tokenizer, max_model_len)
     fleet = InProcessFleet([engine], runtime.post)
     grader = Grader(rewards, tokenizer, runtime.post)
     runtime.local, runtime.expecting = fleet, lambda: grader.outstanding > 0
@@ -121,4 +115,3 @@ def evaluate(
     with runtime.signals():
         controller.run(done)
     return Evaluation(ledger.take_finished(), runtime.now(), controller.interrupted)
-

@@ -1,0 +1,63 @@
+# Needs GNU make 3.81+ and Python 3.11 to 3.14 on Linux or macOS; everything else goes into .venv.
+#
+#   make demo       set up, then train the demo model (ARGS="--steps 20" is passed on)
+#   make test       set up, then lint, types and tests: what CI runs (ARGS goes to pytest)
+#   make check      lint and types only; make format mends what can be mended
+#   make docs       write docs/config.md anew
+#   make smollm2    fetch SmolLM2-135M-Instruct for examples/gsm8k_smollm2.toml
+#   make bench-engine   the embedded engine against transformers
+#   make clean      remove .venv and what the tools leave
+#
+# PYTHON=python3.12 chooses the interpreter; TORCH_INDEX_URL=https://... the index that torch comes from.
+
+PYTHON ?=
+TORCH_INDEX_URL ?=
+ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+SETUP := PYTHON='$(PYTHON)' TORCH_INDEX_URL='$(TORCH_INDEX_URL)' sh scripts/setup.sh
+SETUP_FILES := pyproject.toml constraints.txt scripts/setup.sh scripts/setup_venv.py
+
+# A stamp is worth nothing when the interpreter behind it has gone.
+ifneq ($(shell $(PY) -c 'print(1)' 2>/dev/null),1)
+.PHONY: $(VENV)/.core $(VENV)/.dev
+endif
+
+.PHONY: help demo test check format docs smollm2 bench-engine clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(VENV)/.core: $(SETUP_FILES)
+	@$(SETUP) core
+
+$(VENV)/.dev: $(SETUP_FILES)
+	@$(SETUP) dev
+
+demo: $(VENV)/.core
+	$(VENV)/bin/stretto train $(ARGS)
+
+check: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# Two workers of one thread each: tests are many and small.
+test: check
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+
+format: $(VENV)/.dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: $(VENV)/.core
+	$(PY) scripts/config_docs.py
+
+smollm2: $(VENV)/.core
+	$(PY) scripts/smollm2.py
+
+bench-engine: $(VENV)/.core
+	$(VENV)/bin/stretto bench engine $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,89 @@
+"""From a configuration to parts: what training and evaluation put together in the same way."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from stretto.config import Config
+from stretto.engine.embedded import EmbeddedEngine
+from stretto.errors import StrettoError
+from stretto.model import load_model_config, load_tokenizer
+from stretto.records import Prompt, SamplingParams
+from stretto.tasks.prompts import tokenize_rows
+from stretto.tasks.sources import Data, load_data
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What a run reads before it loads a model: everything that bad input can be found in."""
+
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+    train: list[Prompt]
+    test: list[Prompt]
+    max_model_len: int
+
+
+def settle_threads(config: Config) -> None:
+    """Torch's threads as configured. `deterministic` fixes their number, since sums depend on it."""
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+
+
+def read_inputs(config: Config, source: Any = None) -> Inputs:
+    """Tokenizer, rows and prompts, checked. Raises StrettoError for what is wrong with any of them."""
+    tokenizer = load_tokenizer(config.model)
+    context = _context(config)
+    data = load_data(config.data, config.eval, source)
+    limit = config.engine.max_model_len or context
+    train = tokenize_rows(data.train, tokenizer, config.data, max_model_len=limit, name=data.name)
+    test = tokenize_rows(
+        data.test, tokenizer, config.data, max_model_len=limit, name=f"{data.name} (held out)"
+    )
+    needed = max(len(p.token_ids) for p in (*train, *test)) + config.sampling.max_new_tokens
+    return Inputs(tokenizer, data, train, test, min(needed, limit))
+
+
+def _context(config: Config) -> int:
+    """The model's longest sequence, in tokens. Raises StrettoError if the configuration asks for a longer one."""
+    context: int = load_model_config(config.model).max_position_embeddings
+    wanted = config.engine.max_model_len
+    if wanted is not None and wanted > context:
+        raise StrettoError(
+            f"engine.max_model_len = {wanted}: the model {config.model.path} has a context of {context} tokens"
+        )
+    return context
+
+
+def sampling_params(
+    config: Config, tokenizer: PreTrainedTokenizerBase, temperature: float | None = None
+) -> SamplingParams:
+    """How responses are drawn; `temperature` None is training's. The end-of-sequence token always stops."""
+    s = config.sampling
+    return SamplingParams(
+        temperature=s.temperature if temperature is None else temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        min_p=s.min_p,
+        max_new_tokens=s.max_new_tokens,
+        stop_token_ids=tuple(dict.fromkeys((int(tokenizer.eos_token_id), *s.stop_token_ids))),
+        stop=tuple(s.stop),
+    )
+
+
+def make_engine(
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_model_len: int
+) -> EmbeddedEngine:
+    """An embedded engine around `model`."""
+    return EmbeddedEngine(
+        model,
+        tokenizer,
+        worker=0,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+    )

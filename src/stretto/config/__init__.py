@@ -1,0 +1,50 @@
+"""The typed configuration of a run: TOML plus dotted overrides in, one frozen tree out. No torch here."""
+
+from __future__ import annotations
+
+from stretto.config.checks import require_source, warnings
+from stretto.config.dump import MAY_CHANGE_ON_RESUME, check_resumable, difference, dump_toml
+from stretto.config.load import load_config, preset_names
+from stretto.config.overrides import split_words
+from stretto.config.sections import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    EvalConfig,
+    FleetConfig,
+    LearnerConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    Section,
+    TrackConfig,
+)
+
+__all__ = [
+    "MAY_CHANGE_ON_RESUME",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "FleetConfig",
+    "LearnerConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "Section",
+    "TrackConfig",
+    "check_resumable",
+    "difference",
+    "dump_toml",
+    "load_config",
+    "preset_names",
+    "require_source",
+    "split_words",
+    "warnings",
+]

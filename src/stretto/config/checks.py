@@ -1,0 +1,122 @@
+"""What must hold between the keys of a configuration; nothing needs to be loaded to know it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.config.sections import Config, DataConfig, RewardConfig
+
+SOURCES = ("task", "path", "dataset")
+
+
+def data(config: DataConfig) -> None:
+    """At most one source, and something for a system prompt to be put into."""
+    given = [f"data.{key}" for key in SOURCES if getattr(config, key) is not None]
+    if len(given) > 1:
+        raise StrettoError(
+            f"{' and '.join(given)} are set, but prompts come from one source; unset the others: "
+            f'{given[0]} = "none"'
+        )
+    if config.system_prompt is not None and config.chat_template is False:
+        raise StrettoError("data.system_prompt needs a chat template, but data.chat_template = false")
+
+
+def reward(config: RewardConfig) -> None:
+    """One weight for each function. (Weights of functions given as objects are checked with those.)"""
+    functions, weights = config.functions, config.weights
+    if functions and weights is not None and len(weights) != len(functions):
+        raise StrettoError(
+            f"reward.weights has {len(weights)} entries for {len(functions)} reward.functions; "
+            "give one each, or none"
+        )
+
+
+def run(config: Config) -> None:
+    """What must hold across sections.
+
+    Raises:
+        StrettoError: the first thing that doesn't, with the keys, the reason, and what to set instead.
+    """
+    schedule, sampling, engine = config.schedule, config.sampling, config.engine
+    if config.fleet.weights == "shared" and schedule.kind == "async":
+        raise StrettoError(
+            'fleet.weights = "shared" with schedule.kind = "async": the learner would change the weights that '
+            'the engine is reading, since they overlap; use fleet.weights = "copy"'
+        )
+    if sampling.temperature == 0:
+        raise StrettoError(
+            "sampling.temperature = 0: all responses to a prompt would be the same and nothing be learned; "
+            "train with a temperature above 0 (eval.temperature = 0 evaluates greedily)"
+        )
+    if schedule.samples < 2:
+        raise StrettoError(
+            "schedule.samples = 1: an advantage is relative to the other responses to the prompt; "
+            "use 2 or more"
+        )
+    if config.deterministic and config.learner.old_logprobs == "behaviour":
+        raise StrettoError(
+            'learner.old_logprobs = "behaviour" with deterministic = true: the engine\'s log-probs change in '
+            'their last bits with the batch; use "recompute", or deterministic = false'
+        )
+    _check_lengths(config, engine.max_model_len)
+
+
+def _check_lengths(config: Config, context: int | None) -> None:
+    if context is None:
+        return
+    if config.sampling.max_new_tokens >= context:
+        raise StrettoError(
+            f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt in "
+            f"engine.max_model_len = {context}; use at most {context - 1}"
+        )
+    longest = config.data.max_prompt_tokens
+    if longest is not None and longest + config.sampling.max_new_tokens > context:
+        raise StrettoError(
+            f"data.max_prompt_tokens = {longest} and sampling.max_new_tokens = "
+            f"{config.sampling.max_new_tokens} together exceed engine.max_model_len = {context}"
+        )
+
+
+def require_source(config: Config) -> None:
+    """For a run that is given no data as an object.
+
+    Raises:
+        StrettoError: the configuration names no source of prompts.
+    """
+    if all(getattr(config.data, key) is None for key in SOURCES):
+        raise StrettoError('no prompts: set one of data.task (such as "knights"), data.path or data.dataset')
+
+
+def warnings(config: Config) -> list[str]:
+    """What is legal but may surprise, a sentence each; said once when a run starts."""
+    said = []
+    sampling = config.sampling
+    truncation = [
+        f"sampling.{key} = {value}"
+        for key, value, off in (
+            ("top_k", sampling.top_k, 0),
+            ("top_p", sampling.top_p, 1.0),
+            ("min_p", sampling.min_p, 0.0),
+        )
+        if value != off
+    ]
+    if truncation:
+        said.append(
+            f"{', '.join(truncation)}: responses come from a truncated distribution, while the learner's is the "
+            "full softmax"
+        )
+    if config.deterministic and config.schedule.kind == "async":
+        said.append(
+            'deterministic = true with schedule.kind = "async": the same tokens for given weights and keys, but '
+            "which responses an update sees depends on timing; only the synchronous schedule gives the same run "
+            "bit for bit"
+        )
+    if config.learner.lr_schedule != "constant" and config.learner.warmup_steps >= config.steps:
+        said.append(
+            f"learner.warmup_steps = {config.learner.warmup_steps} of {config.steps} steps: "
+            "the peak is never reached"
+        )
+    return said

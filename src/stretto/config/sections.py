@@ -1,0 +1,289 @@
+"""The tree of a run's configuration. The text under a field is its documentation, in `--help` too.
+
+Every section is frozen, refuses unknown keys, and takes values of the stated type only ("5" is no number).
+For every field that may be None the text "none" stands for it, since TOML has no null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from stretto.config import checks
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_none(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        fields = cls.model_fields
+        return {
+            key: None if value == "none" and key in fields and is_optional(fields[key].annotation) else value
+            for key, value in values.items()
+        }
+
+
+def is_optional(annotation: Any) -> bool:
+    """Whether None is among the values of a field's type."""
+    return type(None) in getattr(annotation, "__args__", ())
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (peft) are trained instead of the whole model."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the update of each matrix."""
+    alpha: float = Field(default=32.0, gt=0.0)
+    """The update is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """On the adapters' input, while training."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the adapted layers, or "all-linear"."""
+
+
+class ModelConfig(Section):
+    """The policy: a Hugging Face causal LM."""
+
+    path: str = "demo"
+    """A folder, a hub name, or "demo": the warm-started model that ships with the package."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    tokenizer: str | None = None
+    """A folder or hub name; none: the model's own."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of weights and computation."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA when there, else CPU."""
+    lora: LoraConfig | None = None
+    """Set any of its keys to train adapters; none: full fine-tuning."""
+
+
+class DataConfig(Section):
+    """Where prompts come from: exactly one of task, path and dataset."""
+
+    task: str | None = None
+    """"knights", "gym:NAME" (reasoning-gym), "package.module:Object" or "file.py:Object"."""
+    path: str | None = None
+    """A JSONL or Parquet file."""
+    dataset: str | None = None
+    """A Hugging Face `datasets` name."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the task's constructor or to `load_dataset`."""
+    split: str = "train"
+    """The rows that are trained on."""
+    prompt_column: str = "prompt"
+    """Text, or a list of chat messages."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use only the first rows."""
+    shuffle: bool = True
+    """A new order each epoch, drawn from the seed."""
+    system_prompt: str | None = None
+    """A system message before each prompt; needs a chat template."""
+    chat_template: bool | None = None
+    """Whether to apply the tokenizer's; none: when it has one."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longer prompts are handled as `long_prompts` says; none: what the context allows."""
+    long_prompts: Literal["error", "skip"] = "error"
+    """skip: left out, said once with their count."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.data(self)
+        return self
+
+
+class RewardConfig(Section):
+    """What a response is worth: the weighted sum of its functions."""
+
+    functions: list[str] = Field(default_factory=list)
+    """"task" (its own verifier), "exact", "numeric", "math", "module:function", "file.py:function"; empty: "task"."""
+    weights: list[float] | None = None
+    """One for each function; none: 1 each."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the functions that take them."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that score."""
+    timeout: float = Field(default=30.0, gt=0.0)
+    """Seconds for one call; its process is killed after that."""
+    on_error: Literal["stop", "exclude"] = "exclude"
+    """exclude: a response without a usable reward is left out of the update, and counted."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.reward(self)
+        return self
+
+
+class SamplingConfig(Section):
+    """How training responses are drawn."""
+
+    temperature: float = Field(default=1.0, ge=0.0)
+    """0 is argmax: for evaluation only."""
+    top_k: int = Field(default=0, ge=0)
+    """Only the k most probable tokens; 0: off."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """The smallest set of tokens that reaches this probability; 1: off."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Only tokens at least this likely relative to the most probable one; 0: off."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """Of a whole response."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """Besides the tokenizer's end-of-sequence token."""
+
+
+class EngineConfig(Section):
+    """What turns requests into tokens."""
+
+    kind: Literal["embedded"] = "embedded"
+    """embedded: Stretto's own, in torch."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Slots: responses generated at a time."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Tokens of a prompt and its response; none: what the run can need."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    """In one step; longer prompts are prefilled in chunks."""
+
+
+class FleetConfig(Section):
+    """Where engines run."""
+
+    kind: Literal["in_process"] = "in_process"
+    """in_process: one engine in the trainer's process."""
+    weights: Literal["auto", "shared", "copy"] = "auto"
+    """shared: the learner's own tensors; copy: a second model; auto: shared where the schedule allows it."""
+
+
+class ScheduleConfig(Section):
+    """Who runs when, and what closes an update batch."""
+
+    kind: Literal["synchronous", "async"] = "synchronous"
+    """async: generation goes on while the learner updates."""
+    prompts: int = Field(default=16, ge=1)
+    """In an update batch."""
+    samples: int = Field(default=8, ge=1)
+    """Responses to each prompt (G)."""
+    max_staleness: int = Field(default=1, ge=0)
+    """async: optimiser steps that a response may be behind (eta of AReaL's pacing)."""
+    running: Literal["continue", "recompute"] = "recompute"
+    """async: what running responses do with their K/V when new weights come."""
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """async: responses in flight; none: what pacing allows."""
+
+
+class LearnerConfig(Section):
+    """GRPO and its relatives, by AdamW."""
+
+    learning_rate: float = Field(default=1e-6, ge=0.0)
+    """The peak; full fine-tuning of real models takes about 1e-6, LoRA 1e-5."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up; linear and cosine end at 0 with the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps of linear warm-up."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    """AdamW's."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """AdamW's."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """AdamW's."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Gradients are scaled down to this norm."""
+    clip_low: float = Field(default=0.2, ge=0.0)
+    """The probability ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0.0)
+    """And above 1 + clip_high."""
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    """KL to the initial policy, k3 estimator; 0: no reference model is kept."""
+    entropy_coef: float = 0.0
+    """Entropy bonus."""
+    loss_normalization: Literal["token", "sequence", "constant"] = "token"
+    """token: DAPO; sequence: GRPO; constant: Dr. GRPO."""
+    advantage_normalization: bool = True
+    """Divide by the group's standard deviation."""
+    old_logprobs: Literal["auto", "behaviour", "recompute"] = "auto"
+    """behaviour: the engine's; recompute: the learner's; auto: recompute if deterministic."""
+    importance_cap: float | None = Field(default=2.0, gt=0.0)
+    """Truncated importance sampling from the engine's to the learner's log-probs; with recompute only."""
+    tokens_per_micro_batch: int = Field(default=8192, ge=1)
+    """Packed tokens in one forward and backward pass."""
+    gradient_checkpointing: bool = False
+    """Recompute activations: less memory, more time."""
+
+
+class CheckpointConfig(Section):
+    """What is saved besides the logs."""
+
+    every: int = Field(default=10, ge=1)
+    """Optimiser steps."""
+    keep: int = Field(default=2, ge=1)
+    """The newest ones; the best by evaluation is kept besides."""
+
+
+class EvalConfig(Section):
+    """Accuracy on held-out rows."""
+
+    every: int = Field(default=0, ge=0)
+    """Optimiser steps; 0: only before the first and after the last step."""
+    enabled: bool = True
+    """false: never."""
+    split: str = "test"
+    """The held-out rows."""
+    path: str | None = None
+    """A file of held-out rows; none: the data source's own split."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use only the first rows."""
+    samples: int = Field(default=1, ge=1)
+    """Responses to each prompt."""
+    temperature: float | None = Field(default=None, ge=0.0)
+    """none: as in training."""
+
+
+class TrackConfig(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    trackers: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
+    """Any of them (extra `trackers`)."""
+    project: str = "stretto"
+    """The project's name there."""
+
+
+class Config(Section):
+    """A whole run. `stretto train --dry-run` prints it resolved."""
+
+    name: str | None = Field(default=None, pattern=r"^[\w][\w.+-]*$")
+    """The run folder's name; none: the preset's or file's name and the time."""
+    runs: str = "runs"
+    """The folder of run folders, relative to the current one."""
+    seed: int = Field(default=0, ge=0)
+    """Of everything that is drawn."""
+    deterministic: bool = True
+    """Same run, bit for bit."""
+    threads: int | None = Field(default=None, ge=1)
+    """torch's; none: all cores."""
+    steps: int = Field(default=100, ge=1)
+    """Optimiser steps."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    fleet: FleetConfig = Field(default_factory=FleetConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    track: TrackConfig = Field(default_factory=TrackConfig)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.run(self)
+        return self

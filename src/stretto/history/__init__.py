@@ -1,0 +1,1 @@
+"""What was generated before: the log of rollouts, and what is computed from it."""

@@ -1,0 +1,1 @@
+"""Learning: advantages, losses, off-policy corrections, and the learner that makes optimiser steps."""

@@ -1,0 +1,324 @@
+"""The learner: one optimiser step per update batch, by GRPO and its relatives."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from stretto.config import LearnerConfig, LoraConfig, SamplingConfig
+from stretto.errors import StrettoError
+from stretto.learn.advantages import group_advantages
+from stretto.learn.attention import PackedCausalAttention
+from stretto.learn.logprobs import token_logprobs
+from stretto.learn.lora import adapters_disabled, inject_lora, load_adapter, merged_weights, save_adapter
+from stretto.learn.losses import importance_weights, kl_to_reference, policy_loss, token_weights
+from stretto.learn.measurements import Measurements
+from stretto.learn.optimizer import Optimizer
+from stretto.learn.packing import MicroBatch, TrainedTokens, pack, trained_tokens
+from stretto.model import hidden_states
+from stretto.records import Event, FloatArray, Rollout, UpdateBatch, Updated
+from stretto.weights import WeightsRef, fingerprint
+
+STATE_FILE = "learner.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+ADAPTER_FOLDER = "adapter"
+FORMAT = 1
+
+
+class Learner:
+    """Owns the policy's module and makes its optimiser steps; `version` counts the updates made.
+
+    The learner's policy is softmax(logits / temperature), the sampler's own without truncation. An update makes
+    one step, so the log-probs before it are those of its own forward pass: with `old_logprobs = "recompute"` the
+    ratio starts from them (and is 1: there is nothing to clip), and tokens sampled by other weights are weighted by
+    truncated importance weights, the decoupled objective (2505.24298). With "behaviour" it starts from
+    the engine's.
+
+    With `deterministic`, tokens that the current version sampled have importance weight 1, by definition rather than
+    up to the engine's rounding, so that on-policy no engine float enters the loss.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        *,
+        sampling: SamplingConfig,
+        total_steps: int,
+        post: Callable[[Event], None],
+        lora: LoraConfig | None = None,
+        weights: Literal["shared", "copy"] = "shared",
+        deterministic: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """`model` must have its initial weights, also when `load` follows: they are the KL's reference.
+
+        Adapters, if any, are put into `model` in place. Raises `StrettoError` for settings that cannot be trained with.
+        """
+        if sampling.temperature == 0:
+            raise StrettoError(
+                "sampling.temperature = 0: greedy responses have no probabilities to learn from; use 1.0"
+            )
+        self.recompute = config.old_logprobs == "recompute" or (
+            config.old_logprobs == "auto" and deterministic
+        )
+        if deterministic and not self.recompute:
+            raise StrettoError(
+                'learner.old_logprobs = "behaviour" takes the engine\'s log-probs, whose last bits depend on what '
+                'else was in its step; use "recompute", or deterministic = false'
+            )
+        self.model = model
+        self.config = config
+        self.version = 0
+        self._sampling = sampling
+        self._post = post
+        self._lora = lora
+        self._weights = weights
+        self._deterministic = deterministic
+        self._reference = copy.deepcopy(model) if config.kl_coef > 0 and lora is None else None
+        if lora is not None:
+            inject_lora(model, lora, seed)
+        else:
+            model.requires_grad_(True)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._optimizer = Optimizer(self._trained, config, total_steps)
+
+    # ---- updates ------------------------------------------------------------------------------------------
+
+    def begin(self, batch: UpdateBatch) -> None:
+        """Make the optimiser step for `batch` and post `Updated`. In this process it computes before returning."""
+        self._post(self.update(batch))
+
+    def update(self, batch: UpdateBatch) -> Updated:
+        """One optimiser step. A batch without a usable rollout changes nothing but the version, and says so in
+        `policy/empty_update`.
+
+        Raises `StrettoError`, with the weights unchanged, where a log-prob, the loss or a gradient isn't finite.
+        """
+        if batch.version != self.version:
+            raise ValueError(f"the batch was closed at version {batch.version}, the learner is at {self.version}")
+        usable = [r for r in batch.rollouts if r.reward_status == "ok" and r.loss_mask.any()]
+        metrics: dict[str, float] = {
+            "policy/excluded": len(batch.rollouts) - len(usable),
+            "policy/empty_update": float(not usable),
+        }
+        if usable:
+            metrics |= self._update(usable)
+        self.version += 1
+        return Updated(self.version, metrics)
+
+    def _update(self, rollouts: list[Rollout]) -> dict[str, float]:
+        advantages = group_advantages(
+            np.array([r.reward for r in rollouts]),
+            np.array([r.group_id for r in rollouts]),
+            normalize=self.config.advantage_normalization,
+        )
+        tokens = trained_tokens(rollouts)
+        columns = Measurements(
+            tokens,
+            advantages[tokens.rollout],
+            token_weights(tokens.rollout, self.config.loss_normalization, self._sampling.max_new_tokens),
+        )
+        # Without KL and entropy terms a rollout of advantage 0 has gradient 0: it is measured, not trained on.
+        everyone = self.config.kl_coef > 0 or self.config.entropy_coef != 0
+        learning = [i for i in range(len(rollouts)) if everyone or advantages[i] != 0]
+        measured = sorted(set(range(len(rollouts))) - set(learning))
+        budget = self.config.tokens_per_micro_batch
+        with self._training():
+            packed = [(m, True) for m in pack(rollouts, learning, tokens, budget)]
+            packed += [(m, False) for m in pack(rollouts, measured, tokens, budget)]
+            padding = [self._micro_batch(m, columns, train=train) for m, train in packed]
+            self._check_finite(columns, rollouts)
+            grad_norm, rate = self._optimizer.step(self.version)
+        return {
+            **columns.metrics(self.version),
+            "policy/grad_norm": grad_norm,
+            "policy/learning_rate": rate,
+            "policy/zero_advantage": float(np.mean(advantages == 0)),
+            "policy/micro_batches": len(packed),
+            "policy/packed_tokens": sum(len(m.token_ids) for m, _ in packed),
+            "policy/padding_waste": max(padding),
+        }
+
+    def _micro_batch(self, micro_batch: MicroBatch, columns: Measurements, *, train: bool) -> float:
+        """Forward, and backward if `train`; returns the share of padding in attention."""
+        device = self.model.device
+        attend = PackedCausalAttention(micro_batch.sequences, len(micro_batch.token_ids), device)
+        chosen = micro_batch.tokens
+        with torch.set_grad_enabled(train):
+            logprobs, entropy = self._logprobs(self.model, micro_batch, columns.tokens, attend)
+
+            def column(values: FloatArray) -> torch.Tensor:
+                return torch.from_numpy(values[chosen]).to(device, logprobs.dtype)
+
+            behaviour = column(columns.tokens.logprobs)
+            old = logprobs.detach() if self.recompute else behaviour
+            loss, clipped = policy_loss(
+                logprobs,
+                old,
+                column(columns.advantages),
+                clip_low=self.config.clip_low,
+                clip_high=self.config.clip_high,
+            )
+            if self.recompute and self.config.importance_cap is not None:
+                weights, capped = importance_weights(old, behaviour, self.config.importance_cap)
+                if self._deterministic:
+                    current = torch.from_numpy(columns.tokens.versions[chosen] == self.version).to(device)
+                    weights, capped = weights.masked_fill(current, 1.0), capped & ~current
+                loss = loss * weights
+                columns.capped[chosen] = capped.cpu().numpy()
+            if self.config.kl_coef > 0:
+                kl = kl_to_reference(logprobs, self._reference_logprobs(micro_batch, columns.tokens, attend))
+                loss = loss + self.config.kl_coef * kl
+                columns.kl[chosen] = _to_numpy(kl)
+            if self.config.entropy_coef != 0:
+                loss = loss - self.config.entropy_coef * entropy
+            loss = loss * column(columns.weights)
+        columns.loss[chosen] = _to_numpy(loss)
+        columns.logprobs[chosen] = _to_numpy(logprobs)
+        columns.entropy[chosen] = _to_numpy(entropy)
+        columns.clipped[chosen] = clipped.cpu().numpy()
+        if train:
+            loss.sum().backward()  # type: ignore[no-untyped-call]
+            self._optimizer.accumulate()
+        return attend.padding
+
+    def _logprobs(
+        self,
+        model: PreTrainedModel,
+        micro_batch: MicroBatch,
+        tokens: TrainedTokens,
+        attend: PackedCausalAttention,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies (n,) of the micro-batch's trained tokens."""
+        device = model.device
+        hidden = hidden_states(
+            model,
+            torch.from_numpy(micro_batch.token_ids).to(device),
+            torch.from_numpy(micro_batch.positions).to(device),
+            attend,
+        )
+        return token_logprobs(
+            model,
+            hidden.index_select(0, torch.from_numpy(micro_batch.rows).to(device)),
+            torch.from_numpy(tokens.targets[micro_batch.tokens]).to(device),
+            self._sampling.temperature,
+            entropy_grad=self.config.entropy_coef != 0,
+        )
+
+    def _reference_logprobs(
+        self, micro_batch: MicroBatch, tokens: TrainedTokens, attend: PackedCausalAttention
+    ) -> torch.Tensor:
+        without_adapters = adapters_disabled(self.model) if self._reference is None else nullcontext()
+        with torch.no_grad(), without_adapters:
+            return self._logprobs(self._reference or self.model, micro_batch, tokens, attend)[0]
+
+    def _check_finite(self, columns: Measurements, rollouts: list[Rollout]) -> None:
+        bad = columns.not_finite()
+        if not bad:
+            return
+        self._optimizer.discard_gradients()
+        first = bad[0]
+        rollout = rollouts[int(columns.tokens.rollout[first])]
+        raise StrettoError(
+            f"optimiser step {self.version + 1}: {len(bad)} of {len(columns.tokens)} tokens have a loss that isn't "
+            f"finite, first at token {columns.tokens.position[first]} of request {rollout.request_id} "
+            f"(log-prob {columns.logprobs[first]}, the engine's {columns.tokens.raw_logprobs[first]}, loss "
+            f"{columns.loss[first]}); the weights were left as they were"
+        )
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Gradient checkpointing works in training mode only (dropout is off in both)."""
+        on_cuda = self._deterministic and self.model.device.type == "cuda"
+        before = torch.are_deterministic_algorithms_enabled()
+        if on_cuda:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        self.model.train(self.config.gradient_checkpointing)
+        try:
+            yield
+        finally:
+            self.model.eval()
+            if on_cuda:
+                torch.use_deterministic_algorithms(before)
+
+    # ---- weights ------------------------------------------------------------------------------------------
+
+    def publish(self) -> WeightsRef:
+        """The newest weights for the engines; the fingerprint is of the trained parameters."""
+        trained = {name: p.detach() for name, p in self._trained.items()}
+        tensors: Mapping[str, torch.Tensor] | None = None
+        if self._weights == "copy":
+            # Cloned: the learner may make its next step before a worker has taken these.
+            tensors = {name: tensor.clone() for name, tensor in merged_weights(self.model).items()}
+        return WeightsRef(self.version, self._weights, fingerprint(trained), tensors)
+
+    def save(self, folder: Path) -> None:
+        """Write the policy into `folder`, which exists, in Hugging Face format (adapters merged, and by themselves in
+        `adapter/` as peft reads them), and what `load` needs to go on as if nothing had happened.
+        """
+        self.model.save_pretrained(folder, state_dict=merged_weights(self.model))
+        if self._lora is not None:
+            (folder / ADAPTER_FOLDER).mkdir()
+            save_adapter(self.model, folder / ADAPTER_FOLDER)
+        state = {name: tensor.contiguous() for name, tensor in self._optimizer.state_dict().items()}
+        save_file(state, folder / OPTIMIZER_FILE)
+        body = {"format": FORMAT, "version": self.version, "optimizer_steps": self._optimizer.steps}
+        (folder / STATE_FILE).write_text(json.dumps(body) + "\n")
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote. Raises `StrettoError` if the folder is another model's or incomplete."""
+        file = folder / STATE_FILE
+        try:
+            body: dict[str, Any] = json.loads(file.read_text())
+            version, steps = int(body["version"]), int(body["optimizer_steps"])
+        except (OSError, ValueError, KeyError) as error:
+            raise StrettoError(f"{file} cannot be read: {error}") from error
+        if body.get("format") != FORMAT:
+            raise StrettoError(f"{file} has format {body.get('format')}; this Stretto reads {FORMAT}")
+        if self._lora is not None:
+            load_adapter(self.model, folder / ADAPTER_FOLDER)
+        else:
+            _load_model(self.model, folder)
+        self._optimizer.load_state_dict(load_file(folder / OPTIMIZER_FILE), steps)
+        self.version = version
+
+
+def _to_numpy(values: torch.Tensor) -> FloatArray:
+    array: FloatArray = values.detach().double().cpu().numpy()
+    return array
+
+
+def _load_model(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the weights in `folder` into `model`, bit for bit."""
+    try:
+        saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise StrettoError(f"{folder}: the model could not be loaded: {error}") from error
+    own, found = dict(model.named_parameters()), dict(saved.named_parameters())
+    differing = [n for n in own.keys() | found.keys() if _shape(own, n) != _shape(found, n)]
+    if differing:
+        name = min(differing)
+        raise StrettoError(
+            f"{folder} holds another model: {name} is {_shape(found, name)} there and {_shape(own, name)} here"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(found[name])
+
+
+def _shape(parameters: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(parameters[name].shape) if name in parameters else None

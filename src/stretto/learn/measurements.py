@@ -1,0 +1,51 @@
+"""What an update knows and learns about each trained token, and the metrics made of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from stretto.learn.packing import TrainedTokens
+from stretto.records import FloatArray
+
+
+class Measurements:
+    """Columns (n,) beside `TrainedTokens`, filled micro-batch by micro-batch; so means do not depend on the split."""
+
+    def __init__(self, tokens: TrainedTokens, advantages: FloatArray, weights: FloatArray) -> None:
+        n = len(tokens)
+        self.tokens = tokens
+        self.advantages = advantages
+        self.weights = weights  # of the loss normalization
+        self.logprobs = np.full(n, np.nan)  # the learner's, before the step
+        self.entropy = np.full(n, np.nan)
+        self.loss = np.full(n, np.nan)  # weighted: the batch's loss is the sum
+        self.kl = np.full(n, np.nan)
+        self.clipped = np.zeros(n, dtype=np.bool_)
+        self.capped = np.zeros(n, dtype=np.bool_)
+
+    def not_finite(self) -> list[int]:
+        """Tokens whose log-prob or loss isn't finite, or was never measured."""
+        return [int(i) for i in np.flatnonzero(~(np.isfinite(self.logprobs) & np.isfinite(self.loss)))]
+
+    def metrics(self, version: int) -> dict[str, float]:
+        """Token means over the batch; NaN where nothing was measured.
+
+        `logprob_mismatch` compares engine and learner at equal weights, so over tokens of the current `version` only;
+        `ratio_mean` is of exp(learner - behaviour) over all tokens. `policy/kl` is to the reference model, if there
+        is one.
+        """
+        ratio = np.exp(self.logprobs - self.tokens.logprobs)
+        current = self.tokens.versions == version
+        mismatch = np.abs(self.logprobs - self.tokens.raw_logprobs)[current]
+        return {
+            "policy/loss": math.fsum(self.loss),
+            "policy/kl": float(self.kl.mean()),
+            "policy/entropy": float(self.entropy.mean()),
+            "off_policy/ratio_mean": float(ratio.mean()),
+            "off_policy/clip_fraction": float(self.clipped.mean()),
+            "off_policy/cap_fraction": float(self.capped.mean()),
+            "off_policy/logprob_mismatch": float(mismatch.mean()) if mismatch.size else math.nan,
+            "off_policy/logprob_mismatch_max": float(mismatch.max()) if mismatch.size else math.nan,
+        }

@@ -1,0 +1,56 @@
+"""Tiny random models of every supported family, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCABULARY = 31
+
+
+def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
+    """Two layers, hidden 16, four heads on two key/value heads (GPT-2: on four), a head size of its own."""
+    if family == "gpt2":
+        settings: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    else:
+        settings = {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 128,
+        }
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    build: Any = CONFIG_MAPPING[family]
+    config: PretrainedConfig = build(vocab_size=VOCABULARY, initializer_range=0.4, **settings, **special, **changes)
+    return config
+
+
+def tiny_model(
+    family: str,
+    *,
+    attention: str = "stretto",
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Random weights from `seed`, the same for every `attention`; large enough that logits differ clearly."""
+    import stretto.model  # noqa: F401  (registers the attention)
+
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    config = tiny_config(family, **changes)
+    model: Any = AutoModelForCausalLM
+    model = model.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0.0, 0.2)
+    torch.set_rng_state(state)
+    built: PreTrainedModel = model.to(dtype).eval()
+    return built
