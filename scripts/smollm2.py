@@ -59,10 +59,9 @@ def check(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     messages = [{"role": "user", "content": QUESTION}]
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    output = model.generate(**inputs, max_new_tokens=32, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    prompt_ids = tokenizer(prompt, return_tensors="pt").input_ids
+    output = model.generate(prompt_ids, max_new_tokens=32, do_sample=False)[0, prompt_ids.shape[1] :]
     answer = tokenizer.decode(output, skip_special_tokens=True)
     print(f"{QUESTION} -> {answer}")
     if ANSWER not in answer or output[-1] != tokenizer.eos_token_id:

@@ -8,7 +8,7 @@ from reward import brief
 
 import stretto
 
-stretto.train(
+result = stretto.train(
     model="demo",
     data=Path(__file__).with_name("puzzles.jsonl"),
     reward=brief,
@@ -20,3 +20,4 @@ stretto.train(
         "eval": {"enabled": False},
     },
 )
+print(f"stretto show {result.folder}")

@@ -7,6 +7,7 @@ crash leaves the old or the new state and at most a temporary, which `remove_lef
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from stretto.errors import StrettoError
 
 TEMPORARY = ".tmp-"
 INTACT = "what was there before is intact"
+_number = itertools.count()
 _CHUNK = 1 << 26  # macOS refuses a single write of 2 GiB or more
 
 
@@ -144,7 +146,7 @@ def remove_leftovers(folder: Path, of: str | None = None) -> list[Path]:
     lock: another writer's temporary looks the same.
     """
     name = ".*" if of is None else re.escape(of)
-    found = sorted(p for p in folder.iterdir() if re.fullmatch(rf"{re.escape(TEMPORARY)}{name}-\d+", p.name))
+    found = sorted(p for p in folder.iterdir() if re.fullmatch(rf"{re.escape(TEMPORARY)}{name}-\d+-\d+", p.name))
     for path in found:
         with disk_errors(path, verb="remove"):
             if path.is_symlink() or not path.is_dir():
@@ -155,8 +157,8 @@ def remove_leftovers(folder: Path, of: str | None = None) -> list[Path]:
 
 
 def temporary_of(path: Path) -> Path:
-    """The name under which this process prepares `path`."""
-    return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    """A name, never used before by this process, under which to prepare `path`."""
+    return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{next(_number)}")
 
 
 def sync_folder(folder: Path, placed: Path | None = None) -> None:
@@ -164,8 +166,8 @@ def sync_folder(folder: Path, placed: Path | None = None) -> None:
 
     Raises StrettoError if the disk does not confirm; `placed` is the path that this was about.
     """
-    state = f"{placed.name} is in place, but may not survive a power failure" if placed else INTACT
-    with disk_errors(folder, state=state, verb="confirm"):
+    what = "it is in place" if placed else "what was removed is gone"
+    with disk_errors(placed or folder, state=f"{what}, but a power failure may undo that", verb="confirm"):
         try:
             _sync_path(folder)
         except OSError as error:

@@ -157,9 +157,10 @@ def resume(
         step: Go back to this checkpoint and train from there again; later ones are removed.
         json: One JSON object per line and event.
     """
+    from stretto.config import parse_options
     from stretto.observe.progress import open_reporter
 
-    changes = _options_only(words)
+    changes = parse_options(words)
     from stretto.trainer import Trainer
 
     return _status(Trainer.resume(run, changes, step=step, reporter=open_reporter(as_json=json)).run())
@@ -202,10 +203,11 @@ def eval(
     else:
         resolved = load_config(config, [f"--model.path={target}", *words])
     require_source(resolved)
+    which = _checkpoint(checkpoint)
     from stretto.trainer import evaluate
 
     reporter = SilentReporter() if json else open_reporter()
-    found = evaluate(resolved, run=run, checkpoint=_checkpoint(checkpoint), reporter=reporter)
+    found = evaluate(resolved, run=run, checkpoint=which, reporter=reporter)
     print(_line({"target": target, **found}) if json else f"{target}: {evaluation_text(found)}")
     return 0
 
@@ -268,7 +270,7 @@ def bench(
     """Measure the speed of a part on this machine: engine. `stretto bench NAME --help` lists its options.
 
     Args:
-        name: Which.
+        name: "engine".
         *words: The benchmark's own options.
     """
     if name in ("-h", "--help"):
@@ -290,7 +292,13 @@ def _configured(words: Sequence[str]) -> tuple[str, Config]:
     plain, options = split_words(words)
     if len(plain) > 1:
         raise StrettoError(f'"{plain[1]}": one TOML file or preset at most, and options such as --steps 20')
-    return Path(plain[0]).stem if plain else "demo", load_config(plain[0] if plain else None, options)
+    return _short_name(plain[0]) if plain else "demo", load_config(plain[0] if plain else None, options)
+
+
+def _short_name(source: str) -> str:
+    """A run's name without its time: what the file is called, or its folder if that says nothing."""
+    path = Path(source)
+    return path.resolve().parent.name if path.name == "config.toml" else path.stem
 
 
 def _checkpoint(name: str) -> str:

@@ -66,8 +66,7 @@ class RunFolder:
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             hint = f"continue it with `stretto resume {path}`, or " if _is_run(path) else ""
             raise StrettoError(f"{path} exists already; {hint}choose another name: {_free_name(path)}")
-        with disk_errors(path):
-            os.makedirs(path.parent, exist_ok=True)
+        _make_folder(path.parent)
         _say_removed(remove_leftovers(path.parent, of=path.name))
 
         def fill(folder: Path) -> None:
@@ -94,8 +93,7 @@ class RunFolder:
         lock = Lock(path / "lock")
         try:
             for folder in (path, *(path / name for name in (*LOG_KINDS, _CHECKPOINTS))):
-                with disk_errors(folder):
-                    os.makedirs(folder, exist_ok=True)  # copying tools drop empty folders
+                _make_folder(folder)  # tools that copy a run may drop its empty folders
                 _say_removed(remove_leftovers(folder))
             metrics_file.repair(path / "metrics.jsonl")
         except BaseException:
@@ -331,6 +329,12 @@ class RunFolder:
 
 def _is_run(path: Path) -> bool:
     return (path / "config.toml").is_file()
+
+
+def _make_folder(path: Path) -> None:
+    if not path.is_dir():
+        with disk_errors(path):
+            os.makedirs(path, exist_ok=True)
 
 
 def _free_name(path: Path) -> Path:

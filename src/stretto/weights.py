@@ -32,5 +32,5 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -45,7 +45,7 @@ def test_shipped_tokenizer_is_the_one_that_the_script_builds(tokenizer: PreTrain
 
 def test_prompts_and_traces_round_trip_and_join_at_token_borders(tokenizer: PreTrainedTokenizerFast) -> None:
     rng = random.Random(0)
-    for puzzle in KnightsAndKnaves().puzzles("train", 100, set()):
+    for puzzle in KnightsAndKnaves().puzzles("train", 100):
         trace = write_trace(puzzle, rng.choice(("careful", "hasty")), rng)
         prompt_ids = tokenizer(puzzle.prompt)["input_ids"]
         trace_ids = tokenizer(trace)["input_ids"]
@@ -68,10 +68,14 @@ def test_padding_and_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == " answer Ann knight"
 
 
-def test_model_answers_a_part_of_the_task(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_model_answers_a_part_of_the_task(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
     task = KnightsAndKnaves(test_size=40, seed=1, people_weights={2: 1.0})
     rows = task.rows("test")
-    encoded = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
+    encoded = tokenizer(
+        [row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left"
+    )
     torch.manual_seed(0)
     output = model.generate(**encoded, do_sample=True, top_k=0, max_new_tokens=64)
     texts = tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,7 +89,9 @@ class Disk:
 
             return wrapped
 
-        with mock.patch.multiple(os, **{name: wrap(name) for name in OPERATIONS}):
+        with ExitStack() as patches:
+            for name in OPERATIONS:
+                patches.enter_context(mock.patch.object(os, name, wrap(name)))
             yield
 
 

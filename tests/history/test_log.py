@@ -18,9 +18,21 @@ from stretto.errors import StrettoError
 from stretto.history.log import SCHEMA_VERSION, check_log, read_rollouts, write_rollouts
 from stretto.records import FinishReason, Prompt, Rollout, State
 
-CONTRACT = """request_id group_id step round visit prompt_uid occurrence sample_index prompt_ids token_ids logprobs
-raw_logprobs versions loss_mask reward reward_parts reward_status finish_reason outcome worker attempt started_at
-finished_at drafted accepted prompt_row key turn_start admitted_step""".split()
+CONTRACT = {
+    *("request_id", "group_id", "step", "round", "visit", "prompt_uid", "occurrence", "sample_index"),
+    *(
+        "prompt_ids",
+        "token_ids",
+        "logprobs",
+        "raw_logprobs",
+        "versions",
+        "loss_mask",
+        "reward",
+        "reward_parts",
+    ),
+    *("reward_status", "finish_reason", "outcome", "worker", "attempt", "started_at", "finished_at"),
+    *("drafted", "accepted", "prompt_row", "key", "turn_start", "turn", "admitted_step"),
+}
 
 INT32 = st.integers(0, 2**31 - 1)
 INT64 = st.integers(0, 2**63 - 1)
@@ -128,7 +140,7 @@ def test_any_parquet_reader_sees_the_contract(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_rollouts(path, [one(7), one(8, tokens=0)], step=12)
     table = pq.read_table(path)  # without Stretto
-    assert set(CONTRACT) <= set(table.column_names)
+    assert set(table.column_names) >= CONTRACT
     row = table.slice(0, 1).to_pylist()[0]
     assert (row["step"], row["round"], row["prompt_row"], row["key"]) == (12, 3, 5, 2**64 - 1)
     assert (row["token_ids"], row["prompt_ids"], row["outcome"]) == ([0, 1, 2], [1, 2], "consumed")
@@ -197,7 +209,9 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({"stretto.log": str(SCHEMA_VERSION + 1)}), path)
     for reader in (read_rollouts, check_log):
-        with pytest.raises(StrettoError, match=f"version {SCHEMA_VERSION + 1}.*reads up to {SCHEMA_VERSION}"):
+        with pytest.raises(
+            StrettoError, match=rf"version {SCHEMA_VERSION + 1} .*reads up to {SCHEMA_VERSION}:"
+        ):
             reader(path)
 
 
@@ -248,8 +262,7 @@ def test_a_changed_byte_is_found_out_or_harmless(whole: bytes, data: st.DataObje
         path.write_bytes(damaged)
         try:
             read = read_rollouts(path)
-        except StrettoError as error:
-            assert str(path) in str(error)
-        else:  # statistics and the writer's name: not read back
-            for a, b in zip(right, read, strict=True):
-                assert_same(a, b)
+        except StrettoError:
+            return
+        for a, b in zip(right, read, strict=True):  # statistics, the writer's name: nothing that is read
+            assert_same(a, b)

@@ -58,7 +58,7 @@ def million_lines(row: Row) -> float:
 
 
 def leave(row: Row) -> float:
-    print("goodbye", flush=True)
+    os.write(1, b"goodbye\n")
     os._exit(3)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stretto.config.checks import require_source, warnings
 from stretto.config.dump import MAY_CHANGE_ON_RESUME, check_resumable, difference, dump_toml
 from stretto.config.load import load_config, preset_names
-from stretto.config.overrides import split_words
+from stretto.config.overrides import parse_options, split_words
 from stretto.config.sections import (
     CheckpointConfig,
     Config,
@@ -43,6 +43,7 @@ __all__ = [
     "difference",
     "dump_toml",
     "load_config",
+    "parse_options",
     "preset_names",
     "require_source",
     "split_words",

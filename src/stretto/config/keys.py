@@ -76,7 +76,7 @@ class Key:
             if isinstance(bound, kind)
         ]
         if bounds:
-            words += f" {' and '.join(bounds)}"
+            words += f" {' and '.join(bounds)}".replace("and of", "and")
         if self.name == "name":
             words += " of letters, digits and . _ + -"
         return f'{words}, or "none"' if self.optional else words

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stretto.config.keys import KEYS, OPTIONAL_SECTIONS, SECTIONS, ancestors, did_you_mean, find, shown
+from stretto.config.keys import KEYS, OPTIONAL_SECTIONS, SECTIONS, ancestors, did_you_mean, shown
 from stretto.config.overrides import parse_options
 from stretto.config.paths import resolve_paths
 from stretto.config.sections import Config
@@ -78,7 +78,7 @@ def load_config(
     layer: Tree = {}
     problems = _unknown(tree, in_source)
     for key, value in changes.items():
-        problems += _put(layer, key, _plain(value) if isinstance(value, Mapping) else value)
+        problems += _put(layer, key, _plain(value) if isinstance(value, Mapping) else value, in_overrides)
     problems += _unknown(layer, in_overrides)
     if problems:
         raise StrettoError("\n".join(dict.fromkeys(problems)))
@@ -156,23 +156,19 @@ def _unknown(tree: Tree, place: Place, prefix: str = "") -> list[str]:
                 problems.append(
                     f"{place(key)}{key} = {shown(value)}: expected a section with keys such as {example}"
                 )
-        elif find(key) is None and isinstance(value, dict) and value:
-            problems += [_unknown_key(f"{key}.{inner}", place) for inner in value]
-        elif find(key) is None:
-            problems.append(_unknown_key(key, place))
+        elif key not in KEYS or (isinstance(value, dict) and not KEYS[key].free):
+            inside = [f"{key}.{inner}" for inner in value] if isinstance(value, dict) and value else [key]
+            problems += [f"{place(k)}{k}: unknown key; {did_you_mean(k)}" for k in inside]
     return problems
 
 
-def _unknown_key(key: str, place: Place) -> str:
-    return f"{place(key)}{key}: unknown key; {did_you_mean(key)}"
-
-
-def _put(layer: Tree, key: str, value: Any) -> list[str]:
+def _put(layer: Tree, key: str, value: Any, place: Place) -> list[str]:
+    """Set a dotted key; a message if what it lies in is set to something else."""
     *sections, last = key.split(".")
-    for section in sections:
+    for depth, section in enumerate(sections, start=1):
         inner = layer.setdefault(section, {})
         if not isinstance(inner, dict):
-            return [f"{key}: {section} is set to {shown(inner)} as well"]
+            return [f"{place(key)}{key}: {'.'.join(sections[:depth])} is set to {shown(inner)} as well"]
         layer = inner
     if isinstance(value, dict) and isinstance(layer.get(last), dict):
         value = _merge(layer[last], value)

@@ -19,7 +19,7 @@ UPDATE_RMS = 0.2  # about AdamW's, so that learning rates mean the same
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
-    """Matrices (N, R, C), each replaced by one with nearly the same singular vectors and singular values near 1."""
+    """Matrices (N, R, C), each with its singular vectors kept and its singular values moved near 1."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -37,15 +37,15 @@ class Muon:
         self.by_shape: dict[torch.Size, list[torch.nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
             self.by_shape[parameter.shape].append(parameter)
-        self.momenta = {
-            shape: torch.zeros(len(same), *shape) for shape, same in self.by_shape.items()
-        }
+        self.momenta = {shape: torch.zeros(len(same), *shape) for shape, same in self.by_shape.items()}
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update from the parameters' gradients, which it clears."""
         for shape, parameters in self.by_shape.items():
-            gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
+            gradients = torch.stack(
+                [parameter.grad for parameter in parameters if parameter.grad is not None]
+            )
             momentum = self.momenta[shape].lerp_(gradients, 1.0 - MOMENTUM)
             update = orthogonalise(gradients.lerp(momentum, MOMENTUM))
             scale = learning_rate * UPDATE_RMS * max(shape) ** 0.5

@@ -22,7 +22,7 @@ SAMPLING_SEED = 0
 def sample(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str]
 ) -> tuple[list[list[int]], list[float]]:
-    """One response per prompt at temperature 1, end-of-sequence included, and the entropies of all their tokens."""
+    """A response per prompt at temperature 1, with end-of-sequence, and all their tokens' entropies."""
     encoded = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     output = model.generate(
         **encoded,
@@ -89,7 +89,9 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict
             str(writer): {
                 "share": float((writers == writer).mean()),
                 "accuracy": float(rewards[writers == writer].mean()),
-                "response_length": quantiles([n for n, w in zip(lengths, writers, strict=True) if w == writer]),
+                "response_length": quantiles(
+                    [n for n, w in zip(lengths, writers, strict=True) if w == writer]
+                ),
                 "accuracy_by_people": {
                     int(n): float(rewards[(writers == writer) & (people == n)].mean())
                     for n in sorted(set(people[writers == writer].tolist()))

@@ -3,10 +3,11 @@
     python -m stretto.demo.warm_start --out DIR --seed 0
 
 The corpus is a mixture on purpose: about a third of its writers are careful and always right, the others
-are hasty and mostly wrong (see `stretto.tasks.knights_traces`). Imitating all of them, the model answers about half
-of the puzzles, depending on which writer it happens to start as. What pays is not in the corpus; reinforcement
-learning has to find it out, and responses get longer as it does. No puzzle of the task's test split is
-in the corpus. The result is a pure function of the seed on one machine with one number of threads.
+are hasty and mostly wrong (see `stretto.tasks.knights_traces`). Imitating all of them, the model answers
+about half of the puzzles, depending on which writer it happens to start as. What pays is not in the
+corpus; reinforcement learning has to find it out, and responses get longer as it does. No puzzle of the
+task's test split is in the corpus. The result is a pure function of the seed and the number of steps on one
+machine with one number of threads.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def stage_batches(tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> 
 
 
 def schedule(step: int, steps: int) -> float:
-    """The learning rates' factor: a linear warm-up, constant, and for the last `COOL_DOWN` linearly down to zero."""
+    """The factor of both learning rates: linear warm-up, constant, linear `COOL_DOWN` to zero."""
     return min(1.0, (step + 1) / WARM_UP, (steps - step) / (steps * COOL_DOWN))
 
 
@@ -182,10 +183,11 @@ def round_to_bfloat16(model: torch.nn.Module) -> None:
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Weights as bfloat16, half the size and exact after rounding; the configuration says float32, for loading."""
+    """Store the rounded weights as bfloat16; the configuration says float32, in which they are loaded."""
     tokenizer.save_pretrained(out)
     state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
     model.save_pretrained(out, state_dict=state)
+    (out / "model.safetensors").chmod(0o644)  # written for its owner only, which no package data should be
 
 
 def main() -> None:
@@ -203,8 +205,8 @@ def main() -> None:
     round_to_bfloat16(model)
     save(model, tokenizer, arguments.out)
     report = {
-        "command": f"python -m stretto.demo.warm_start --out DIR --seed {arguments.seed} --steps {arguments.steps}"
-        f" --threads {arguments.threads}",
+        "command": "python -m stretto.demo.warm_start --out DIR"
+        f" --seed {arguments.seed} --steps {arguments.steps} --threads {arguments.threads}",
         "torch": torch.__version__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **measure(model, tokenizer),

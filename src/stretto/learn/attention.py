@@ -52,7 +52,9 @@ class PackedCausalAttention:
             # The fused CUDA kernel for float32 knows no grouped heads; the fallback would hold all scores.
             key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
         sizes = [count * length for count, length in self.shapes]
-        gathered = [x[0].transpose(0, 1).index_select(0, self._gather).split(sizes) for x in (query, key, value)]
+        gathered = [
+            x[0].transpose(0, 1).index_select(0, self._gather).split(sizes) for x in (query, key, value)
+        ]
         outputs = []
         for shape, *parts in zip(self.shapes, *gathered, strict=True):
             q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in parts)

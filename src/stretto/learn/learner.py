@@ -91,7 +91,7 @@ class Learner:
         else:
             model.requires_grad_(True)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _enable_checkpointing(model)
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = Optimizer(self._trained, config, total_steps)
 
@@ -108,7 +108,9 @@ class Learner:
         Raises `StrettoError`, with the weights unchanged, where a log-prob, the loss or a gradient isn't finite.
         """
         if batch.version != self.version:
-            raise ValueError(f"the batch was closed at version {batch.version}, the learner is at {self.version}")
+            raise ValueError(
+                f"the batch was closed at version {batch.version}, the learner is at {self.version}"
+            )
         usable = [r for r in batch.rollouts if r.reward_status == "ok" and r.loss_mask.any()]
         metrics: dict[str, float] = {
             "policy/excluded": len(batch.rollouts) - len(usable),
@@ -191,7 +193,7 @@ class Learner:
         columns.entropy[chosen] = _to_numpy(entropy)
         columns.clipped[chosen] = clipped.cpu().numpy()
         if train:
-            loss.sum().backward()  # type: ignore[no-untyped-call]
+            loss.sum().backward()
             self._optimizer.accumulate()
         return attend.padding
 
@@ -235,7 +237,7 @@ class Learner:
         raise StrettoError(
             f"optimiser step {self.version + 1}: {len(bad)} of {len(columns.tokens)} tokens have a loss that isn't "
             f"finite, first at token {columns.tokens.position[first]} of request {rollout.request_id} "
-            f"(log-prob {columns.logprobs[first]}, the engine's {columns.tokens.raw_logprobs[first]}, loss "
+            f"(log-prob {columns.logprobs[first]}, the engine's {columns.tokens.logprobs[first]}, loss "
             f"{columns.loss[first]}); the weights were left as they were"
         )
 
@@ -295,6 +297,13 @@ class Learner:
             _load_model(self.model, folder)
         self._optimizer.load_state_dict(load_file(folder / OPTIMIZER_FILE), steps)
         self.version = version
+
+
+def _enable_checkpointing(model: PreTrainedModel) -> None:
+    # Renamed within transformers 5.
+    enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    model.disable_input_require_grads()  # only the reentrant kind needs them
 
 
 def _to_numpy(values: torch.Tensor) -> FloatArray:

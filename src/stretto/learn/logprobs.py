@@ -27,7 +27,7 @@ def token_logprobs(
     would be needed, each chunk's are computed again in the backward pass instead of being kept.
     The entropies carry a gradient only if `entropy_grad`.
     """
-    vocabulary: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[no-untyped-call]
+    vocabulary: int = model.get_output_embeddings().weight.shape[0]
     rows = max(1, chunk_scores // vocabulary)
     if len(targets) <= rows:
         return _chunk(model, hidden, targets, temperature, entropy_grad)
@@ -36,7 +36,14 @@ def token_logprobs(
         if torch.is_grad_enabled():
             parts.append(
                 checkpoint(
-                    _chunk, model, h, t, temperature, entropy_grad, use_reentrant=False, preserve_rng_state=False
+                    _chunk,
+                    model,
+                    h,
+                    t,
+                    temperature,
+                    entropy_grad,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
             )
         else:
@@ -45,7 +52,11 @@ def token_logprobs(
 
 
 def _chunk(
-    model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_grad: bool
+    model: PreTrainedModel,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    entropy_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = logits(model, hidden)
     if scores.dtype != torch.float64:

@@ -30,7 +30,7 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     peft_config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # any number works
         target_modules=config.target_modules,
         base_model_name_or_path=model.name_or_path,
     )
@@ -41,7 +41,9 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         try:
             peft.inject_adapter_in_model(peft_config, model)
         except ValueError as error:
-            leaves = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+            leaves = {
+                name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)
+            }
             wanted = config.target_modules if isinstance(config.target_modules, list) else ["all-linear"]
             unknown = [name for name in wanted if name not in leaves] or wanted
             raise StrettoError(
@@ -95,7 +97,9 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors`, as `peft.PeftModel.from_pretrained` reads them."""
     config: Any = model.peft_config
     config[ADAPTER].save_pretrained(folder)
-    tensors = {PEFT_PREFIX + name: t.contiguous() for name, t in peft.get_peft_model_state_dict(model).items()}
+    tensors = {
+        PEFT_PREFIX + name: t.contiguous() for name, t in peft.get_peft_model_state_dict(model).items()
+    }
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -105,9 +109,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     if not file.exists():
         raise StrettoError(f"{file} is missing: was this checkpoint written without model.lora?")
     saved = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
-    own = {
-        name: tuple(tensor.shape) for name, tensor in peft.get_peft_model_state_dict(model).items()
-    }
+    own = {name: tuple(tensor.shape) for name, tensor in peft.get_peft_model_state_dict(model).items()}
     found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if own != found:
         differing = min(name for name in own.keys() | found.keys() if own.get(name) != found.get(name))

@@ -26,8 +26,9 @@ class Measurements:
         self.capped = np.zeros(n, dtype=np.bool_)
 
     def not_finite(self) -> list[int]:
-        """Tokens whose log-prob or loss isn't finite, or was never measured."""
-        return [int(i) for i in np.flatnonzero(~(np.isfinite(self.logprobs) & np.isfinite(self.loss)))]
+        """Tokens whose log-prob, here or from the engine, or loss isn't finite, or was never measured."""
+        finite = np.isfinite(self.logprobs) & np.isfinite(self.tokens.logprobs) & np.isfinite(self.loss)
+        return [int(i) for i in np.flatnonzero(~finite)]
 
     def metrics(self, version: int) -> dict[str, float]:
         """Token means over the batch; NaN where nothing was measured.

@@ -36,7 +36,9 @@ class Optimizer:
     Weight decay is for matrices only, not for biases and norms.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: LearnerConfig, total_steps: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: LearnerConfig, total_steps: int
+    ) -> None:
         self._parameters = dict(parameters)
         self._config = config
         self._total_steps = total_steps
@@ -47,7 +49,10 @@ class Optimizer:
             for name, p in self._parameters.items()
         }
         groups = [
-            {"params": [p for p in self._trained.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {
+                "params": [p for p in self._trained.values() if p.ndim >= 2],
+                "weight_decay": config.weight_decay,
+            },
             {"params": [p for p in self._trained.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps, fused=True)
@@ -74,7 +79,11 @@ class Optimizer:
             gradients.append(tensor.grad)
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
-            bad = [name for name, t in self._trained.items() if t.grad is not None and not t.grad.isfinite().all()]
+            bad = [
+                name
+                for name, t in self._trained.items()
+                if t.grad is not None and not t.grad.isfinite().all()
+            ]
             self.discard_gradients()
             raise StrettoError(
                 f"optimiser step {update + 1}: the gradient norm is {float(norm)}"

@@ -73,7 +73,10 @@ def pack(
         trained = np.arange(starts[i], starts[i + 1])
         if trained.size == 0:
             continue
-        if draft.sequences and draft.size + draft.added_by(rollouts[i], tokens, trained) > tokens_per_micro_batch:
+        if (
+            draft.sequences
+            and draft.size + draft.added_by(rollouts[i], tokens, trained) > tokens_per_micro_batch
+        ):
             packed.append(draft.finish())
             draft = _Draft()
         draft.add(rollouts[i], tokens, trained)

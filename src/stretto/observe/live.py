@@ -52,6 +52,7 @@ class LiveReporter:
 
     def rollout(self, done: int, total: int, tokens: int) -> None:
         self._rollout = (done, total, tokens)
+        self._live.start()  # an evaluation by itself has no `start`
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         self._made = int(metrics["step"])
@@ -88,17 +89,11 @@ class LiveReporter:
         grid.add_column(no_wrap=True, justify="right", min_width=7)
         grid.add_column(ratio=1, max_width=40)
         grid.add_column(no_wrap=True, style="dim", overflow="ellipsis")
-        eta = (
-            f"eta {duration(self._eta.seconds(self._total - self._made))}"
-            if self._made < self._total
-            else "done"
-        )
-        grid.add_row(
-            "step",
-            f"{self._made}/{self._total}",
-            ProgressBar(total=max(1, self._total), completed=self._made),
-            eta,
-        )
+        if self._total:
+            left = self._total - self._made
+            eta = f"eta {duration(self._eta.seconds(left))}" if left > 0 else "done"
+            bar = ProgressBar(total=self._total, completed=self._made)
+            grid.add_row("step", f"{self._made}/{self._total}", bar, eta)
         done, total, tokens = self._rollout
         if total:
             bar = ProgressBar(total=total, completed=min(done, total), complete_style="cyan")

@@ -80,7 +80,8 @@ class Puzzle:
 
     @property
     def prompt(self) -> str:
-        said = (f"{name} says {claim.render(self.names)} ." for name, claim in zip(self.names, self.claims, strict=True))
+        pairs = zip(self.names, self.claims, strict=True)
+        said = (f"{name} says {claim.render(self.names)} ." for name, claim in pairs)
         return f"Puzzle : {' '.join(said)} Solution :"
 
     @property
@@ -153,9 +154,9 @@ class KnightsAndKnaves:
     ) -> None:
         most = len(NAMES)
         if not people_weights or not all(2 <= n <= most for n in people_weights):
-            raise ValueError(f"people_weights: numbers of people must lie in 2..{most}, got {dict(people_weights)}")
+            raise ValueError(f"people_weights: people must lie in 2..{most}, got {dict(people_weights)}")
         if min(people_weights.values()) < 0 or sum(people_weights.values()) <= 0:
-            raise ValueError(f"people_weights: weights must be >= 0 and not all 0, got {dict(people_weights)}")
+            raise ValueError(f"people_weights: need weights >= 0, not all 0, got {dict(people_weights)}")
         self.sizes: dict[str, int] = {"train": size, "test": test_size}
         self.seed = seed
         self.people_weights = dict(sorted(people_weights.items()))
@@ -164,14 +165,15 @@ class KnightsAndKnaves:
         """The rows of "train" or "test": `prompt`, `answer`, `people`, all prompts different."""
         if split not in ("train", "test"):
             raise ValueError(f"split: expected 'train' or 'test', got {split!r}")
-        seen: set[str] = set()
-        rows: list[dict[str, Any]] = []
-        for puzzle in self.puzzles("test" if split == "test" else "train", self.sizes[split], seen):
-            rows.append({"prompt": puzzle.prompt, "answer": puzzle.answer, "people": len(puzzle.names)})
-        return rows
+        puzzles = self.puzzles("test" if split == "test" else "train", self.sizes[split])
+        return [
+            {"prompt": puzzle.prompt, "answer": puzzle.answer, "people": len(puzzle.names)}
+            for puzzle in puzzles
+        ]
 
-    def puzzles(self, split: Split, count: int, seen: set[str]) -> list[Puzzle]:
-        """`count` puzzles of a split, none of which is in `seen`, to which their prompts are added."""
+    def puzzles(self, split: Split, count: int) -> list[Puzzle]:
+        """The first `count` puzzles of a split, all different."""
+        seen: set[str] = set()
         puzzles: list[Puzzle] = []
         for index in range(count):
             rng = random.Random(f"{self.seed}/{split}/{index}")
@@ -184,7 +186,7 @@ class KnightsAndKnaves:
         return puzzles
 
     def people(self, index: int) -> int:
-        """How many people row `index` has: a golden-ratio sequence, so that every stretch of rows has the mix."""
+        """How many people row `index` has: by the golden ratio, so that every stretch of rows has the mix."""
         position = (index + 1) * GOLDEN % 1.0 * sum(self.people_weights.values())
         for people, weight in self.people_weights.items():
             position -= weight

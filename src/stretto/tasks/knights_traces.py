@@ -56,7 +56,9 @@ def write_trace(puzzle: Puzzle, writer: Writer, rng: random.Random) -> str:
     raise ValueError(f"no assignment passes the checks: {puzzle.prompt}")
 
 
-def check(puzzle: Puzzle, speaker: int, kinds: tuple[bool, ...], words: list[str], rng: random.Random) -> bool:
+def check(
+    puzzle: Puzzle, speaker: int, kinds: tuple[bool, ...], words: list[str], rng: random.Random
+) -> bool:
     """Append the check of one claim to `words`; whether it passed."""
     claim = puzzle.claims[speaker]
     about = [claim.first] if claim.second is None else [claim.first, claim.second]

@@ -110,8 +110,7 @@ def uses_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> boo
         raise StrettoError("data.chat_template: the tokenizer has none; use data.chat_template = false")
     template = has_one if config.chat_template is None else config.chat_template
     if config.system_prompt is not None and not template:
-        why = "is switched off" if has_one else "the tokenizer does not have"
-        raise StrettoError(f"data.system_prompt: needs the chat template, which {why}")
+        raise StrettoError("data.system_prompt: needs a chat template, which the tokenizer does not have")
     return template
 
 

@@ -6,6 +6,7 @@ nothing a user's function does here can make the parent unpickle. Frames are an 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -54,7 +55,10 @@ def main(descriptor: int) -> None:
 
 def receive(channel: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
     """Put frames into `inbox`. When the parent is gone, end this process and all that it has started."""
-    with channel.makefile("rb") as stream:
+    with (
+        contextlib.suppress(OSError),
+        channel.makefile("rb") as stream,
+    ):  # a killed parent may reset the connection
         while len(header := stream.read(HEADER)) == HEADER:
             inbox.put(stream.read(int.from_bytes(header, "big")))
     if os.getpgrp() == os.getpid():

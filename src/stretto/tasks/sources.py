@@ -49,15 +49,11 @@ def load_data(data: DataConfig, evaluation: EvalConfig, source: Any = None) -> D
     Raises:
         StrettoError: no source or several, or it cannot be loaded, has no rows, or a row has no usable prompt.
     """
-    given = {"task": data.task, "path": data.path, "dataset": data.dataset}
-    named = [key for key, value in given.items() if value is not None]
+    named = [key for key in ("task", "path", "dataset") if getattr(data, key) is not None]
     if source is not None and named:
         raise StrettoError(f"data.{named[0]}: the data were also given as a Python object; drop one of them")
-    if source is None and len(named) != 1:
-        count = f"{' and '.join(f'data.{key}' for key in named)} are set" if named else "none is set"
-        raise StrettoError(
-            f"data: exactly one of data.task, data.path and data.dataset names the prompts; {count}"
-        )
+    if source is None and not named:
+        raise StrettoError("data: one of data.task, data.path and data.dataset must name the prompts")
     task = None if source is None and data.task is None else make_task(data, source)
     name = str(data.path or data.dataset or data.task or type(source).__name__)
     train, test = read_train(data, task, name), read_test(data, evaluation, task, name)

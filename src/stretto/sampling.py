@@ -1,0 +1,273 @@
+"""Keyed sampling: the token is a pure function of logits, key and position.
+
+The noise of token id v at position i of a response is g = h(key, i, v); the token is the Gumbel-max choice
+argmax_v(logit_v / T + g_v) over the processed distribution (Gumbel 1954; Maddison et al. 2014), ties to the lower
+id. So a response depends on its weights and its key, and on nothing that ran beside it or before it.
+
+Processing follows vLLM's order: temperature, min-p, top-k, top-p. Everything is decided in float64. This
+module knows numpy and numba only; the same choice for logits on a GPU is in `stretto.sampling_torch`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from stretto.errors import StrettoError
+from stretto.records import FloatArray, IntArray, Purpose
+
+KeyArray = npt.NDArray[np.uint64]
+F = TypeVar("F", bound=Callable[..., Any])
+
+# splitmix64 (Steele, Lea and Flood 2014): its increment, and the multipliers of its mixing function.
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+TWO_TO_64 = 2.0**64
+LARGEST_UNIFORM = 1.0 - 2.0**-53  # so that log1p(-w) stays finite
+BLOCK = 1 << 17  # weights held at a time: 1 MiB
+
+
+def kernel(*, parallel: bool = False, fastmath: bool = False) -> Callable[[F], F]:
+    """`numba.njit` without the GIL, compiled once per machine where a cache folder can be written.
+
+    Where none can (a read-only installation without a home folder), every process compiles for itself.
+    """
+    options: dict[str, Any] = {"nogil": True, "parallel": parallel, "fastmath": fastmath}
+
+    def compile_lazily(function: F) -> F:
+        try:
+            compiled: F = numba.njit(cache=True, **options)(function)
+        except RuntimeError:
+            compiled = numba.njit(**options)(function)
+        return compiled
+
+    return compile_lazily
+
+
+def request_key(
+    seed: int,
+    purpose: Purpose,
+    prompt_uid: str,
+    occurrence: int,
+    sample_index: int,
+    visit: int,
+    attempt_key: int = 0,
+) -> int:
+    """The key of one response, unsigned 64 bit: BLAKE2b of all that may tell responses apart.
+
+    `attempt_key` changes only by a recorded decision to draw again, never by restart or resume.
+    """
+    fields = [seed, str(purpose), prompt_uid, occurrence, sample_index, visit, attempt_key]
+    encoded = json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()  # quoted: unambiguous
+    return int.from_bytes(blake2b(encoded, digest_size=8, person=b"stretto.key.1").digest(), "little")
+
+
+@dataclass(slots=True)
+class SamplingColumns:
+    """How each of R rows is drawn: `SamplingParams` as columns, all of shape (R,)."""
+
+    temperature: FloatArray
+    top_k: IntArray
+    top_p: FloatArray
+    min_p: FloatArray
+
+    def __getitem__(self, rows: IntArray) -> SamplingColumns:
+        return SamplingColumns(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
+        )
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One token for each of R rows, all of shape (R,); the log-probs are float64.
+
+    At temperature 0 the processed distribution is a single point, so `logprobs` is 0, and `raw_logprobs`
+    is taken at temperature 1.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray  # under the processed distribution, the one sampled from
+    raw_logprobs: FloatArray  # with the temperature only
+
+
+def sample(
+    logits: npt.NDArray[np.floating[Any]], keys: KeyArray, positions: IntArray, how: SamplingColumns
+) -> Sampled:
+    """Draw one token per row of `logits` (R, V), float32 or float64, with each row's own key and position.
+
+    Raises `StrettoError` if a row holds a NaN or has no finite maximum: any token would be a lie.
+    """
+    count, vocabulary = logits.shape
+    sampled = Sampled(np.empty(count, np.int64), np.empty(count), np.empty(count))
+    truncated = (how.top_k > 0) | (how.top_p < 1.0) | (how.min_p > 0.0)
+    block = max(1, min(count, BLOCK // vocabulary))  # rows whose weights stay in the processor's cache
+    weights, totals = np.empty((block, vocabulary)), np.empty((2, block))
+    for start in range(0, count, block):
+        rows = np.arange(start, min(start + block, count))
+        _weigh(logits, how.temperature, rows, weights, totals)
+        cut = np.flatnonzero(truncated[rows])
+        if cut.size:
+            weights[cut], totals[1, cut] = truncate(weights[cut], how[rows[cut]])
+        _race(
+            logits, how.temperature, keys, positions, rows, weights, totals,
+            sampled.token_ids, sampled.logprobs, sampled.raw_logprobs,
+        )  # fmt: skip
+    refuse_broken(sampled.token_ids)
+    return sampled
+
+
+def truncate(weights: FloatArray, how: SamplingColumns) -> tuple[FloatArray, FloatArray]:
+    """`weights` (R, V), largest 1 in each row, with 0 for what min-p, top-k, top-p drop; and each row's new sum (R,).
+
+    The order is by weight, downwards, then by id, upwards. A set's mass is the cumulative float64 sum in that order.
+    """
+    weights = np.where(weights < how.min_p[:, None], 0.0, weights)
+    vocabulary = weights.shape[1]
+    descending = np.sort(weights, axis=1)[:, ::-1]
+    mass = np.cumsum(descending, axis=1)
+    count = np.where(how.top_k > 0, np.minimum(how.top_k, vocabulary), vocabulary)
+    goal = how.top_p * np.take_along_axis(mass, count[:, None] - 1, axis=1)[:, 0]
+    nucleus = np.sum(mass < goal[:, None], axis=1) + 1  # the smallest set that reaches top_p
+    count = np.where(how.top_p < 1.0, np.minimum(count, nucleus), count)
+    last = count[:, None] - 1
+    threshold = np.take_along_axis(descending, last, axis=1)
+    equal = weights == threshold
+    room = count - np.sum(weights > threshold, axis=1)
+    kept = (weights > threshold) | (equal & (np.cumsum(equal, axis=1) <= room[:, None]))
+    return np.where(kept, weights, 0.0), np.take_along_axis(mass, last, axis=1)[:, 0]
+
+
+def refuse_broken(token_ids: IntArray) -> None:
+    """Raise `StrettoError` if any of `token_ids` (R,) is -1, the mark of a row without a usable maximum."""
+    broken = np.flatnonzero(token_ids < 0)
+    if broken.size:
+        raise StrettoError(
+            f"the model's logits are NaN or infinite in {broken.size} of {token_ids.size} rows: its weights are "
+            "broken (a learning rate that is too high, or a number format that is too small)"
+        )
+
+
+def gumbel(keys: KeyArray, positions: IntArray, token_ids: IntArray) -> FloatArray:
+    """The noise g of given token ids, float64; the arguments broadcast against each other."""
+    shaped = np.broadcast_arrays(keys, positions, token_ids)
+    out = np.empty(shaped[0].shape)
+    _gumbel(*(np.ascontiguousarray(array).ravel() for array in shaped), out.ravel())
+    return out
+
+
+def compile_kernels() -> None:
+    """Compile, or load from numba's cache, everything above: at set-up, so that no step has to."""
+    keys, positions = np.zeros(1, np.uint64), np.zeros(1, np.int64)
+    how = SamplingColumns(np.ones(1), np.zeros(1, np.int64), np.ones(1), np.zeros(1))
+    for dtype in (np.float32, np.float64):
+        sample(np.zeros((1, 2), dtype), keys, positions, how)
+    gumbel(keys, positions, positions)
+
+
+@kernel()
+def _mix(state: np.uint64) -> np.uint64:
+    """splitmix64's mixing function."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(MIX_1)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(MIX_2)
+    return state ^ (state >> np.uint64(31))
+
+
+@kernel()
+def _stream(key: np.uint64, position: int) -> np.uint64:
+    """State of the splitmix64 stream of (key, position); token id v takes its v-th output."""
+    return _mix(key + np.uint64(position) * np.uint64(GOLDEN_GAMMA))
+
+
+@kernel()
+def _uniform(stream: np.uint64, token_id: int) -> float:
+    """w in (0, 1), with full relative precision near 0, where the largest noise comes from."""
+    hashed = _mix(stream + np.uint64(token_id) * np.uint64(GOLDEN_GAMMA))
+    return min((np.float64(hashed) + 0.5) / TWO_TO_64, LARGEST_UNIFORM)
+
+
+@kernel()
+def _noise(uniform: float) -> float:
+    """Standard Gumbel from w: E = -log(1 - w) is a standard exponential, g = -log E."""
+    return -math.log(-math.log1p(-uniform))
+
+
+@kernel()
+def _gumbel(keys: KeyArray, positions: IntArray, token_ids: IntArray, out: FloatArray) -> None:
+    for i in range(out.size):
+        out[i] = _noise(_uniform(_stream(keys[i], positions[i]), token_ids[i]))
+
+
+@kernel()
+def _weigh(
+    logits: FloatArray, temperature: FloatArray, rows: IntArray, weights: FloatArray, totals: FloatArray
+) -> None:
+    """weights[i] = exp((logits - largest) / temperature) of rows[i], and its sum, twice; NaN marks a broken row.
+
+    At temperature 0 the sums are: at temperature 1, and 1.
+    """
+    for i in range(rows.size):
+        scores = logits[rows[i]]
+        largest = -math.inf
+        for v in range(scores.size):
+            largest = max(largest, np.float64(scores[v]))
+        divisor = temperature[rows[i]]
+        divisor = divisor if divisor > 0.0 else 1.0
+        total = 0.0
+        for v in range(scores.size):
+            weights[i, v] = math.exp((scores[v] - largest) / divisor)  # NaN where the row has NaN or +inf
+            total += weights[i, v]
+        totals[0, i] = total
+        totals[1, i] = total if temperature[rows[i]] > 0.0 else 1.0
+
+
+@kernel()
+def _race(
+    logits: FloatArray,
+    temperature: FloatArray,
+    keys: KeyArray,
+    positions: IntArray,
+    rows: IntArray,
+    weights: FloatArray,
+    totals: FloatArray,
+    token_ids: IntArray,
+    logprobs: FloatArray,
+    raw_logprobs: FloatArray,
+) -> None:
+    """argmax over v of logits[v] / temperature + g_v, among weights[v] > 0; -1 marks a broken row.
+
+    v can only win while its exponential E_v < weights[v] / lead, where lead is the same quotient of the best so far,
+    and E_v >= w_v always: so w_v, an integer hash, excludes all but a few ids before any logarithm is taken.
+    """
+    for i in range(rows.size):
+        row = rows[i]
+        if not math.isfinite(totals[0, i]):
+            token_ids[row] = -1
+            continue
+        scores = logits[row]
+        first = np.argmax(scores)  # ties to the lower id
+        token = first
+        divisor = temperature[row]
+        if divisor > 0.0:
+            stream = _stream(keys[row], positions[row])
+            best = scores[first] / divisor + _noise(_uniform(stream, first))
+            lead = math.exp(best - scores[first] / divisor)
+            for v in range(scores.size):
+                uniform = _uniform(stream, v)
+                if uniform * lead <= weights[i, v] * (1.0 + 1e-9):  # the margin covers both sides' rounding
+                    score = scores[v] / divisor + _noise(uniform)
+                    if score > best or (score == best and v < token):
+                        token, best = v, score
+                        lead = math.exp(best - scores[first] / divisor)
+        gap = (np.float64(scores[token]) - scores[first]) / (divisor if divisor > 0.0 else 1.0)
+        token_ids[row] = token
+        logprobs[row] = gap - math.log(totals[1, i]) if divisor > 0.0 else 0.0
+        raw_logprobs[row] = gap - math.log(totals[0, i])
