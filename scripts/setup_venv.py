@@ -72,6 +72,7 @@ def torch_source(requirement: str) -> tuple[list[str], str, int]:
     index = os.environ.get("TORCH_INDEX_URL")
     if index:
         return ["--index-url", index], f"from {index}: 200 MB as a CPU build, 3 GB with CUDA", 3
+    say("asking pip where torch would come from")
     names = would_install(requirement)
     if names is None:
         say(f"pip finds no {requirement} for this machine and Python {sys.version.split()[0]}:")

@@ -260,7 +260,7 @@ def test_a_checkpoint_whose_writer_fails_leaves_nothing(run: RunFolder) -> None:
     before = files(run)
     with pytest.raises(ZeroDivisionError):
         run.save_checkpoint(4, write, [], {})
-    with pytest.raises(StrettoError, match="state at step 4 is not plain JSON: .*set"):
+    with pytest.raises(StrettoError, match=r"state at step 4 is not plain JSON: .*set"):
         run.save_checkpoint(4, weights(4), [], {"seen": {1, 2}})
     assert files(run) == before
 

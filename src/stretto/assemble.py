@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +77,13 @@ def sampling_params(
 
 
 def make_engine(
-    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_model_len: int
+    config: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_model_len: int,
+    clock: Callable[[], float],
 ) -> EmbeddedEngine:
-    """An embedded engine around `model`."""
+    """An embedded engine around `model`; `clock` is the runtime's."""
     return EmbeddedEngine(
         model,
         tokenizer,
@@ -86,4 +91,5 @@ def make_engine(
         max_num_seqs=config.engine.max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        clock=clock,
     )

@@ -146,7 +146,9 @@ def remove_leftovers(folder: Path, of: str | None = None) -> list[Path]:
     lock: another writer's temporary looks the same.
     """
     name = ".*" if of is None else re.escape(of)
-    found = sorted(p for p in folder.iterdir() if re.fullmatch(rf"{re.escape(TEMPORARY)}{name}-\d+-\d+", p.name))
+    found = sorted(
+        p for p in folder.iterdir() if re.fullmatch(rf"{re.escape(TEMPORARY)}{name}-\d+-\d+", p.name)
+    )
     for path in found:
         with disk_errors(path, verb="remove"):
             if path.is_symlink() or not path.is_dir():

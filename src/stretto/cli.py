@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
-from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel
+from cyclopts.help import (
+    ColumnSpec,
+    DefaultFormatter,
+    DescriptionRenderer,
+    HelpEntry,
+    HelpPanel,
+    NameRenderer,
+)
 
 from stretto import __version__
 from stretto.errors import StrettoError, nearest
@@ -32,6 +39,7 @@ app = App(
     help="RL post-training of language models that turns its own history into speed.",
     version=__version__,
     default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,
 )
 
 
@@ -79,8 +87,9 @@ def _with_keys(console: Console, options: ConsoleOptions, panel: HelpPanel) -> N
     """The options of a command, and after them every key of the configuration, section by section."""
     from stretto.config.keys import sections_in_order, shown
 
-    plain = DefaultFormatter()
-    plain(console, options, panel)
+    DefaultFormatter()(console, options, panel)
+    name = ColumnSpec(renderer=NameRenderer(), style="cyclopts.name", no_wrap=True)
+    whole_names = DefaultFormatter(column_specs=(name, ColumnSpec(renderer=DescriptionRenderer())))
     for section, description, keys in sections_in_order():
         entries = [
             HelpEntry(
@@ -91,7 +100,7 @@ def _with_keys(console: Console, options: ConsoleOptions, panel: HelpPanel) -> N
             for key in keys
         ]
         title = f"{section}: {description}" if section else "Keys of the configuration"
-        plain(console, options, HelpPanel(format="parameter", title=title, entries=entries))
+        whole_names(console, options, HelpPanel(format="parameter", title=title, entries=entries))
 
 
 FLAG_WITH_KEYS = Parameter(group=Group("Options", help_formatter=_with_keys), show_default=False)

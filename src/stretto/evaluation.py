@@ -91,7 +91,7 @@ def evaluate(
         multi_turn=rewards.multi_turn,
         now=runtime.now,
     )
-    engine = make_engine(config, model, tokenizer, max_model_len)
+    engine = make_engine(config, model, tokenizer, max_model_len, runtime.now)
     fleet = InProcessFleet([engine], runtime.post)
     grader = Grader(rewards, tokenizer, runtime.post)
     runtime.local, runtime.expecting = fleet, lambda: grader.outstanding > 0

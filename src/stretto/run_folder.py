@@ -63,9 +63,7 @@ class RunFolder:
 
         Raises StrettoError if there is something at `path`.
         """
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            hint = f"continue it with `stretto resume {path}`, or " if _is_run(path) else ""
-            raise StrettoError(f"{path} exists already; {hint}choose another name: {_free_name(path)}")
+        cls.require_free(path)
         _make_folder(path.parent)
         _say_removed(remove_leftovers(path.parent, of=path.name))
 
@@ -76,6 +74,13 @@ class RunFolder:
 
         write_folder_atomically(path, fill)
         return cls(path, Lock(path / "lock"))
+
+    @staticmethod
+    def require_free(path: Path) -> None:
+        """Raise StrettoError if there is something at `path`: a run is never overwritten."""
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            hint = f"continue it with `stretto resume {path}`, or " if _is_run(path) else ""
+            raise StrettoError(f"{path} exists already; {hint}choose another name: {_free_name(path)}")
 
     @classmethod
     def open(cls, path: Path, *, writable: bool = False) -> Self:

@@ -213,7 +213,7 @@ class _Run:
             multi_turn=workers.multi_turn,
             now=runtime.now,
         )
-        engine = make_engine(config, engine_model, inputs.tokenizer, inputs.max_model_len)
+        engine = make_engine(config, engine_model, inputs.tokenizer, inputs.max_model_len, runtime.now)
         self.fleet = InProcessFleet([engine], runtime.post)
         stack.callback(self.fleet.close)
         self.stream = PromptStream(inputs.train, seed=config.seed, shuffle=config.data.shuffle)

@@ -185,7 +185,7 @@ def test_other_data_is_refused(tmp_path: Path, prompts: list[Prompt], said: str)
 def test_arrays_of_different_lengths_are_refused(tmp_path: Path) -> None:
     bad = one()
     bad.versions = bad.versions[:2]
-    with pytest.raises(ValueError, match="request 7.*'versions': 2"):
+    with pytest.raises(ValueError, match=r"request 7.*'versions': 2"):
         write_rollouts(tmp_path / "a.parquet", [bad], step=1)
     assert list(tmp_path.iterdir()) == []
 

@@ -59,7 +59,7 @@ def random_batch(
 ) -> UpdateBatch:
     """Responses of 1 to `longest` tokens, some with environment tokens in the middle; behaviour off by about 0.3."""
     rng = np.random.default_rng(seed)
-    rollouts = []
+    rollouts: list[Rollout] = []
     for group in range(groups):
         prompt = rng.integers(0, VOCABULARY, rng.integers(1, 9))
         for sample in range(samples):
@@ -91,7 +91,7 @@ def exact_model(family: str, *, attention: str = "stretto") -> PreTrainedModel:
     model = tiny_model(family, attention=attention)
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_rms_norm, module)  # type: ignore[method-assign]
+            module.forward = partial(_rms_norm, module)
     return model
 
 

@@ -11,7 +11,8 @@ NAN = float("nan")
 
 
 def advantages(rewards: list[float], groups: list[int], *, normalize: bool = True) -> list[float]:
-    return group_advantages(np.array(rewards), np.array(groups), normalize=normalize).tolist()
+    values = group_advantages(np.array(rewards), np.array(groups), normalize=normalize)
+    return [float(value) for value in values]
 
 
 def test_formula() -> None:

@@ -42,7 +42,8 @@ def test_outputs_and_gradients_with_shared_prompts(kv_heads: int) -> None:
     expected = torch.zeros_like(output)
     done: set[int] = set()
     for rows in sequences:
-        own = softmax_attention(*(x[0][:, rows] for x in inputs), 0.3).transpose(0, 1)
+        q, k, v = (x[0][:, rows] for x in inputs)
+        own = softmax_attention(q, k, v, 0.3).transpose(0, 1)
         for i, row in enumerate(rows.tolist()):
             if row not in done:
                 expected = expected.index_put((torch.tensor([0]), torch.tensor([row])), own[i])

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from stretto.config import LoraConfig
 from stretto.errors import StrettoError
 from stretto.learn.learner import Learner
+from stretto.learn.lora import inject_lora
 from stretto.records import Event, UpdateBatch, Updated
 from tests.learn.rollouts import exact_model, gradients, learner, plain_logprobs, random_batch, rollout
 from tests.models import tiny_model
@@ -98,7 +100,9 @@ def test_loss_and_gradients_equal_the_naive_ones(family: str, variant: str) -> N
     made = learner(exact_model(family), deterministic=False, tokens_per_micro_batch=50, **settings)
     with torch.no_grad():
         for one, other in zip(made.model.parameters(), plain.parameters(), strict=True):
-            one += 0.05 * torch.randn(one.shape, generator=torch.Generator().manual_seed(5), dtype=one.dtype)
+            one.add_(
+                0.05 * torch.randn(one.shape, generator=torch.Generator().manual_seed(5), dtype=one.dtype)
+            )
             other.copy_(one)
     found = captured(made)
     loss = naive_loss(plain, reference, batch, settings)
@@ -111,6 +115,29 @@ def test_loss_and_gradients_equal_the_naive_ones(family: str, variant: str) -> N
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12, msg=name)
     norm = math.sqrt(sum(float((g**2).sum()) for g in wanted.values()))
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-9)
+
+
+def test_with_adapters_the_reference_is_the_model_without_them() -> None:
+    settings = BASE | {"kl_coef": 0.5}
+    lora = LoraConfig(rank=3, alpha=6.0)
+    made = learner(
+        exact_model("qwen2"), lora=lora, deterministic=False, tokens_per_micro_batch=50, **settings
+    )
+    made.update(random_batch(2))
+    plain, reference = (exact_model("qwen2", attention="sdpa") for _ in range(2))
+    inject_lora(plain, lora, seed=0)
+    plain.load_state_dict(made.model.state_dict())
+    batch = random_batch(3, version=1)
+    found = captured(made)
+    loss = naive_loss(plain, reference, batch, settings)
+    loss.backward()
+    metrics = made.update(batch).metrics
+    assert metrics["policy/kl"] > 1e-3
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-12)
+    wanted = gradients(plain)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])

@@ -68,7 +68,7 @@ MESSAGES = [{"role": "user", "content": "U"}]
         ([{"role": "user", "content": ""}], True, {}, "the prompt is empty"),
         (MESSAGES, False, {}, "row 1 of .*chat messages need a chat template"),
         ("hi", False, {"chat_template": True}, "data.chat_template: the tokenizer has none"),
-        ("hi", False, {"system_prompt": "s"}, "data.system_prompt: needs the chat template"),
+        ("hi", False, {"system_prompt": "s"}, "data.system_prompt: needs a chat template"),
         (
             [{"role": "system", "content": "S"}],
             True,

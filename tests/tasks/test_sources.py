@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ def rows_of(size: int = 2) -> list[dict[str, Any]]:
 
 def refuse(split: str) -> list[dict[str, Any]]:
     raise RuntimeError("no rows today")
+
+
+def break_off(split: str) -> Iterator[dict[str, Any]]:
+    yield {"prompt": "first"}
+    raise RuntimeError("no more rows")
 
 
 def test_the_built_in_task() -> None:
@@ -154,6 +159,10 @@ def test_missing_files_and_suffixes(tmp_path: Path) -> None:
         ({"task": "tests.tasks.two_turn:TwoTurns"}, "has no 'TwoTurns'; did you mean \"TwoTurn\""),
         ({"task": "tests.tasks.test_sources:GOOD"}, "is a str, where rows .* belong"),
         ({"task": "tests.tasks.test_sources:refuse"}, r"rows\('train'\) raised RuntimeError: no rows today"),
+        (
+            {"task": "tests.tasks.test_sources:break_off"},
+            r"rows\('train'\) raised RuntimeError: no more rows",
+        ),
         ({"task": TWO_TURN, "split": "dev"}, r"rows\('dev'\) raised KeyError"),
         (
             {"task": "tests.tasks.test_sources:rows_of", "split": "dev"},

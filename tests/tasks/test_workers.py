@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from stretto.config import RewardConfig
+from stretto.config import DataConfig, EvalConfig, RewardConfig
 from stretto.errors import StrettoError
 from stretto.records import Event, Observed, Scored
 from stretto.tasks.rewards import RewardSpec
+from stretto.tasks.sources import load_data, reward_spec
 from stretto.tasks.workers import Job, RewardWorkers, TurnJob
 from tests.tasks import reward_functions as functions
 from tests.tasks.two_turn import TwoTurn
@@ -172,13 +173,18 @@ def test_a_wrong_count_is_repeated_one_by_one_and_said_once(
     pool: Callable[..., Pool], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = pool(functions.trl)
-    gate = threading.Event()
-    made.workers.submit([Job(9, "4", [], {"answer": "4"})], lambda event: gate.wait(PATIENCE) and None)
+    held, gate = threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        held.set()
+        gate.wait(PATIENCE)
+
+    made.workers.submit([Job(9, "4", [], {"answer": "4"})], hold)
+    assert held.wait(PATIENCE)
     scores: list[Scored] = []
     scorer = threading.Thread(target=lambda: scores.extend(made.scores("4", "short", "5")))
     scorer.start()
-    while len(made.workers.queue) < 3:  # the worker's thread is held up, so these three become one call
-        time.sleep(0.01)
+    assert wait_until(lambda: len(made.workers.queue) == 3)  # which become one call
     gate.set()
     scorer.join()
     assert [s.reward for s in scores] == [1.0, 1.0, 0.0]
@@ -218,6 +224,57 @@ def test_lambdas_and_closures_run_in_the_worker_process(pool: Callable[..., Pool
     assert scored.reward == 11.0
     (pid,) = pool(functions.by_completion).scores("pid")
     assert pid.reward != os.getpid()
+
+
+def test_a_task_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "my_task_file.py"
+    file.write_text(
+        "class Sums:\n"
+        "    def rows(self, split): return [{'prompt': '1+1=', 'answer': 2}]\n"
+        "    def score(self, completion, row): return float(int(completion) == row['answer'])\n"
+    )
+    data = load_data(DataConfig(task=f"{file}:Sums"), EvalConfig())
+    made = Pool(reward_spec(RewardConfig(), data))
+    try:
+        made.workers.submit([Job(0, "2", [], data.train[0]), Job(1, "two", [], data.train[0])])
+        found = [made.inbox.get(timeout=PATIENCE) for _ in range(2)]
+    finally:
+        made.workers.close()
+    assert [e.reward for e in found[:1] if isinstance(e, Scored)] == [1.0]
+    assert [e.status for e in found[1:] if isinstance(e, Scored)] == ["error"]
+
+
+SCRIPT = """
+import math, queue
+from stretto.config import RewardConfig
+from stretto.tasks.rewards import RewardSpec
+from stretto.tasks.workers import Job, RewardWorkers
+
+LIMIT = 3
+
+def reward(completions, **columns):
+    return [math.sqrt(LIMIT * len(c)) for c in completions]
+
+inbox = queue.Queue()
+with RewardWorkers(RewardSpec(functions=(reward,)), RewardConfig(), inbox.put) as workers:
+    workers.submit([Job(0, "abc", [], {})])
+    print("reward", inbox.get().reward)
+"""
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, str(file)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "reward 3.0\n", "")
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def warnings(config: Config) -> list[str]:
         )
     if config.deterministic and config.schedule.kind == "async":
         said.append(
-            'deterministic = true with schedule.kind = "async": the same tokens for given weights and keys, but '
-            "which responses an update sees depends on timing; only the synchronous schedule gives the same run "
-            "bit for bit"
+            'deterministic = true with schedule.kind = "async": the same distribution, not the same run: which '
+            "weights sample a token and which responses an update sees depend on timing; only the synchronous "
+            "schedule gives the same run bit for bit"
         )
     if config.learner.lr_schedule != "constant" and config.learner.warmup_steps >= config.steps:
         said.append(

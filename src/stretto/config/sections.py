@@ -43,8 +43,6 @@ class LoraConfig(Section):
     """Rank of the update of each matrix."""
     alpha: float = Field(default=32.0, gt=0.0)
     """The update is scaled by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """On the adapters' input, while training."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the adapted layers, or "all-linear"."""
 

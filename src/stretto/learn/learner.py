@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -283,20 +284,18 @@ class Learner:
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote. Raises `StrettoError` if the folder is another model's or incomplete."""
-        file = folder / STATE_FILE
+        body = _read_state(folder / STATE_FILE)
+        file = folder / OPTIMIZER_FILE
         try:
-            body: dict[str, Any] = json.loads(file.read_text())
-            version, steps = int(body["version"]), int(body["optimizer_steps"])
-        except (OSError, ValueError, KeyError) as error:
+            moments = load_file(file)
+        except (OSError, SafetensorError) as error:
             raise StrettoError(f"{file} cannot be read: {error}") from error
-        if body.get("format") != FORMAT:
-            raise StrettoError(f"{file} has format {body.get('format')}; this Stretto reads {FORMAT}")
         if self._lora is not None:
             load_adapter(self.model, folder / ADAPTER_FOLDER)
         else:
             _load_model(self.model, folder)
-        self._optimizer.load_state_dict(load_file(folder / OPTIMIZER_FILE), steps)
-        self.version = version
+        self._optimizer.load_state_dict(moments, body["optimizer_steps"])
+        self.version = body["version"]
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
@@ -311,23 +310,39 @@ def _to_numpy(values: torch.Tensor) -> FloatArray:
     return array
 
 
+def _read_state(file: Path) -> dict[str, int]:
+    try:
+        body = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise StrettoError(f"{file} cannot be read: {error}") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else None
+        raise StrettoError(f"{file} has format {found}; this Stretto reads {FORMAT}")
+    for key in ("version", "optimizer_steps"):
+        if not isinstance(body.get(key), int):
+            raise StrettoError(f"{file}: {key} is {body.get(key)!r} and not a number")
+    return body
+
+
 def _load_model(model: PreTrainedModel, folder: Path) -> None:
     """Copy the weights in `folder` into `model`, bit for bit."""
-    try:
-        saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise StrettoError(f"{folder}: the model could not be loaded: {error}") from error
-    own, found = dict(model.named_parameters()), dict(saved.named_parameters())
-    differing = [n for n in own.keys() | found.keys() if _shape(own, n) != _shape(found, n)]
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        try:
+            found |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise StrettoError(f"{file} cannot be read: {error}") from error
+    own = dict(model.named_parameters())
+    differing = [n for n in own.keys() | found.keys() if _kind(own, n) != _kind(found, n)]
     if differing:
         name = min(differing)
         raise StrettoError(
-            f"{folder} holds another model: {name} is {_shape(found, name)} there and {_shape(own, name)} here"
+            f"{folder} holds another model: {name} is {_kind(found, name)} there and {_kind(own, name)} here"
         )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(found[name])
 
 
-def _shape(parameters: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(parameters[name].shape) if name in parameters else None
+def _kind(tensors: Mapping[str, torch.Tensor], name: str) -> str:
+    return f"{tuple(tensors[name].shape)} {tensors[name].dtype}" if name in tensors else "missing"

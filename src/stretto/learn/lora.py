@@ -25,7 +25,8 @@ PEFT_PREFIX = "base_model.model."  # of the names in a peft adapter file
 def inject_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Put trainable adapters into `model` and freeze everything else; at first they change no output.
 
-    Adapters are float32 where the model is bfloat16. Their initial values depend on `seed` alone.
+    Adapters are float32 where the model is bfloat16. Their initial values depend on `seed` alone. They have no dropout:
+    learner and engine must see the same policy.
     """
     peft_config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -34,7 +35,8 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         target_modules=config.target_modules,
         base_model_name_or_path=model.name_or_path,
     )
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
         torch.manual_seed(seed)
         # GPT-2's transposed layers: peft sets the flag that it warns about.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")

@@ -185,11 +185,9 @@ def wilson_interval(successes: float, trials: int, confidence: float = 0.95) -> 
 
 
 def finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The same figures with None where there is no number, since JSON has neither NaN nor infinity."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in metrics.items()
-    }
+    """The same figures as plain numbers, None where there is none: JSON has neither NaN nor infinity."""
+    plain = {name: v.item() if isinstance(v, np.generic) else v for name, v in metrics.items()}
+    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -8,7 +8,6 @@ MLFLOW_TRACKING_URI, gets what these say.
 from __future__ import annotations
 
 import importlib
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from stretto.config import Config, dump_toml
 from stretto.errors import StrettoError
+from stretto.observe.metrics import finite
 
 Log = Callable[[Mapping[str, float], int], object]
 Close = Callable[[], object]
@@ -43,9 +43,7 @@ class Trackers:
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the figures of an optimiser step; what is no finite number is left out (metrics.jsonl has null)."""
         numbers = {
-            name: value
-            for name, value in metrics.items()
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+            name: v for name, v in finite(metrics).items() if name != "step" and isinstance(v, int | float)
         }
         for tracker in list(self._trackers):
             self._attempt(tracker, partial(tracker.log, numbers, step))

@@ -13,11 +13,11 @@ Row = Mapping[str, Any]
 class Task(Protocol):
     """What a task is: rows with a `prompt`, and a verifier.
 
-    `score` runs in a worker process: a task must be importable and picklable by the standard library.
+    The task is pickled into the worker processes, where `score` (plain or async) and `observe` run.
     """
 
     def rows(self, split: str) -> Sequence[Row]:
-        """The rows of "train" or "test", always the same ones in the same order."""
+        """The rows of "train" or "test", always the same ones in the same order; [] where there are none."""
 
     def score(self, completion: str, row: Row) -> float:
         """What `completion` is worth, usually 0 to 1."""

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from stretto.tasks import Row
 from stretto.tasks.imports import last_line
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class Sample:
 
     completion: str
     token_ids: Sequence[int]
-    row: Mapping[str, Any]
+    row: Row
 
 
 def guarded(name: str, call: Callable[[], T]) -> T | Failure:
@@ -129,7 +130,7 @@ class RewardFunction:
         return taken if self.accepted is None else {k: v for k, v in taken.items() if k in self.accepted}
 
 
-def ground_truth(row: Mapping[str, Any]) -> Any:
+def ground_truth(row: Row) -> Any:
     """Where verl's data keeps it, or else the column `ground_truth` or `answer`."""
     nested = row.get("reward_model")
     if isinstance(nested, Mapping) and "ground_truth" in nested:

@@ -156,13 +156,12 @@ def from_task(task: Any, split: str, name: str, key: str, *, optional: bool = Fa
             return Found([], f"{name}, {split}")
         raise StrettoError(f"{key}: {name} has no split {split!r}; {nearest(split, task.splits)}")
     try:
-        rows = task.rows(split)
+        return plain_rows(task.rows(split), f"{name}, split {split!r}")
     except StrettoError:
         raise
     except Exception as error:
         hint = "; without held-out rows it must return [], or set eval.enabled = false" if optional else ""
         raise StrettoError(f"{key}: {name}: rows({split!r}) raised {last_line(error)}{hint}") from error
-    return plain_rows(rows, f"{name}, split {split!r}")
 
 
 def plain_rows(rows: Any, name: str) -> Found:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 from stretto.errors import StrettoError
-
-Row = Mapping[str, Any]
+from stretto.tasks import Row
 
 UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+"
 NUMBER = re.compile(rf"(?<![\w.])[-+]?\$?(?:{UNSIGNED})(?:\s*/\s*(?:{UNSIGNED}))?")

@@ -1,0 +1,327 @@
+"""The embedded engine: continuous batching of packed tokens through a Hugging Face model, on torch.
+
+A step packs the tokens that its running requests have but have not computed: one for each that is decoding, a piece
+of the prompt for those that begin, all of a resumed response, in one row (1, T) without padding. Whoever has all its
+tokens computed then samples the next one. How many tokens a request brings to a step is its own affair.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from stretto import model as policy
+from stretto import sampling, sampling_torch
+from stretto.engine import attention
+from stretto.engine.attention import SPAN, Packing
+from stretto.engine.slots import PromptRows, Slots, response_limit
+from stretto.engine.stop_strings import StopStrings
+from stretto.errors import StrettoError
+from stretto.records import (
+    Event,
+    Finished,
+    FinishReason,
+    IntArray,
+    Loaded,
+    Progress,
+    Request,
+    Running,
+    Stopped,
+)
+from stretto.weights import WeightsRef
+
+
+class EmbeddedEngine:
+    """One replica of `model` with `max_num_seqs` slots; see `stretto.engine.Engine` for the protocol.
+
+    `tokenizer` is needed for stop strings only. `clock` returns seconds and is read for `metrics` alone: no
+    token depends on it. Raises `StrettoError` if `max_model_len` is beyond the model's own context.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        worker: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        config = model.config
+        context = config.max_position_embeddings
+        if max_model_len > context:
+            raise StrettoError(
+                f"engine.max_model_len is {max_model_len}, but the model's context has {context} tokens"
+            )
+        self.worker, self.slots, self.version = worker, max_num_seqs, 0
+        self._model, self._tokenizer = model, tokenizer
+        self._max_model_len, self._max_num_batched_tokens = max_model_len, max_num_batched_tokens
+        self._clock = clock or (lambda: 0.0)
+        heads = config.num_attention_heads
+        self._key_values = attention.key_values(
+            layers=config.num_hidden_layers,
+            rows=2 * max_num_seqs,  # one per slot, and as many for prompts
+            length=max_model_len,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._columns = Slots(max_num_seqs, max_model_len, self._vocabulary)
+        self._prompts = PromptRows(first=max_num_seqs, count=max_num_seqs)
+        self._waiting: OrderedDict[tuple[int, int], Request] = OrderedDict()  # by (id, attempt), first come first
+        self._slot_of: dict[tuple[int, int], int] = {}
+        self._running: IntArray = np.zeros(0, np.int64)  # slots, in order of admission
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._stop_strings: dict[int, StopStrings] = {}  # by slot
+        self._events: list[Event] = []  # answers to commands, for the next step
+        self._counters: dict[str, float] = {}
+        self.metrics()
+        if model.device.type == "cpu":
+            sampling.compile_kernels()
+            attention.compile_kernels(model.dtype)
+
+    @property
+    def num_running(self) -> int:
+        return int(self._running.size)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running.size or self._waiting or self._events)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises `StrettoError`, with none of them queued, if one can't be run."""
+        names = [(request.id, request.attempt) for request in requests]
+        for request, name in zip(requests, names, strict=True):
+            if name in self._waiting or name in self._slot_of or names.count(name) > 1:
+                raise StrettoError(f"request {request.id} (attempt {request.attempt}) is here already")
+            self._refuse_unfit(request)
+        for request, name in zip(requests, names, strict=True):
+            if request.prompt_ids.size + request.token_ids.size >= response_limit(request, self._max_model_len):
+                self._events.append(Finished(self.worker, *name, FinishReason.LENGTH))
+            else:
+                self._waiting[name] = request
+
+    def stop(self, ids: Sequence[int], attempts: Sequence[int]) -> None:
+        for id, attempt in zip(ids, attempts, strict=True):
+            name = (int(id), int(attempt))
+            if name in self._slot_of:
+                self._release(self._slot_of[name])
+            elif self._waiting.pop(name, None) is None:
+                continue
+            self._events.append(Stopped(self.worker, *name))
+
+    def load(self, ref: WeightsRef, running: Running) -> None:
+        """Take new weights; raises `StrettoError`, with nothing changed, if a tensor does not fit the model.
+
+        Tensors that `ref` leaves out (frozen ones) keep their values.
+        """
+        if ref.kind == "copy":
+            self._copy(ref)
+        self.version = ref.version
+        if running == "stop":
+            columns = self._columns
+            self.stop(columns.id[self._running].tolist(), columns.attempt[self._running].tolist())
+        elif running == "recompute":
+            self._columns.computed[self._running] = 0
+            self._prompts.computed[:] = 0
+        self._prompts.drop()
+        self._events.append(Loaded(self.worker, ref.version))
+
+    def step(self) -> list[Event]:
+        began = self._clock()
+        self._admit()
+        answers, self._events = self._events, []
+        slots, counts = self._plan()
+        if not slots.size:
+            return answers
+        busy = self._running.size
+        columns = self._columns
+        hidden = self._forward(slots, counts)
+        columns.computed[slots] += counts
+        kept = np.minimum(columns.computed[slots], columns.shared[slots])
+        self._prompts.computed[columns.shared_row[slots]] = kept
+        ready = columns.computed[slots] == columns.length[slots]
+        events: list[Event] = []
+        if ready.any():
+            last = np.cumsum(counts)[ready] - 1  # each one's newest token in the packed row
+            events = self._sample(slots[ready], hidden if last.size == len(hidden) else hidden[last])
+        self._count(int(counts.sum()), int(ready.sum()), int(busy), self._clock() - began)
+        return events + answers
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call: `steps`, `decode_tokens` (sampled), `prefill_tokens` (computed besides), seconds."""
+        counted = self._counters
+        names = ("steps", "prefill_tokens", "decode_tokens", "busy_slot_seconds", "step_seconds")
+        self._counters = dict.fromkeys((*names, "model_seconds", "sampling_seconds"), 0.0)
+        return counted
+
+    def _refuse_unfit(self, request: Request) -> None:
+        """Raise `StrettoError` if this request could not be run as it is meant."""
+        prompt, response, how = request.prompt_ids, request.token_ids, request.sampling
+        what = f"request {request.id}"
+        if prompt.size == 0:
+            raise StrettoError(f"{what} has an empty prompt: the first token needs at least one before it")
+        if prompt.size >= self._max_model_len:
+            raise StrettoError(
+                f"{what}: its prompt has {prompt.size} tokens and leaves no room for a response within "
+                f"engine.max_model_len = {self._max_model_len}"
+            )
+        if prompt.size + response.size > self._max_model_len:
+            raise StrettoError(
+                f"{what} has {prompt.size} + {response.size} tokens, more than engine.max_model_len = "
+                f"{self._max_model_len}"
+            )
+        for name, ids in (("prompt", prompt), ("response", response), ("stop tokens", how.stop_token_ids)):
+            array = np.asarray(ids, np.int64)
+            if array.size and not 0 <= array.min() <= array.max() < self._vocabulary:
+                raise StrettoError(f"{what}: token ids of its {name} are outside 0 .. {self._vocabulary - 1}")
+        if how.stop and self._tokenizer is None:
+            raise StrettoError(f"{what} has stop strings, but this engine has no tokenizer to find them with")
+
+    def _copy(self, ref: WeightsRef) -> None:
+        """Copy the published tensors into the engine's own module."""
+        own = dict(self._model.named_parameters())
+        published = ref.tensors or {}
+        for name, tensor in published.items():
+            if name not in own or own[name].shape != tensor.shape:
+                has = tuple(own[name].shape) if name in own else "no such tensor"
+                raise StrettoError(
+                    f"weights of version {ref.version}: {name} {tuple(tensor.shape)} does not fit, the engine's model has {has}"
+                )
+        with torch.no_grad():
+            for name, tensor in published.items():
+                own[name].copy_(tensor)
+
+    def _admit(self) -> None:
+        """Give free slots to waiting requests, first come, first served."""
+        admitted: list[int] = []
+        while self._free and self._waiting:
+            name, request = self._waiting.popitem(last=False)
+            slot = self._free.pop()
+            self._columns.fill(slot, request, self._prompts.take(request.prompt_ids))
+            self._slot_of[name] = slot
+            how = request.sampling
+            if how.stop:
+                assert self._tokenizer is not None
+                turn = request.token_ids[request.turn_start :].tolist()
+                self._stop_strings[slot] = StopStrings(self._tokenizer, how.stop, turn)
+            admitted.append(slot)
+        if admitted:
+            self._running = np.concatenate([self._running, np.array(admitted, np.int64)])
+
+    def _release(self, slot: int) -> None:
+        """Take the slot from its request."""
+        columns = self._columns
+        del self._slot_of[int(columns.id[slot]), int(columns.attempt[slot])]
+        self._stop_strings.pop(slot, None)
+        self._prompts.release(int(columns.shared_row[slot]))
+        self._running = self._running[self._running != slot]
+        self._free.append(slot)
+
+    def _plan(self) -> tuple[IntArray, IntArray]:
+        """The slots that this step computes tokens of, and how many of each (both (R,), counts > 0).
+
+        One of the requests that share a prompt computes it; the others wait for it. Those that need a single token
+        go first, then prompts in order of admission, the last one as far as the budget reaches.
+        """
+        slots, columns = self._running, self._columns
+        shared = columns.shared[slots]
+        pending = columns.length[slots] - columns.computed[slots]
+        behind = np.flatnonzero(columns.computed[slots] < shared)
+        if behind.size:
+            late = slots[behind]
+            rows = columns.shared_row[late]
+            columns.computed[late] = np.maximum(columns.computed[late], self._prompts.computed[rows])
+            pending[behind] = columns.length[late] - columns.computed[late]
+            unfinished = columns.computed[late] < columns.shared[late]
+            waits = np.ones(behind.size, np.bool_)
+            waits[np.unique(rows, return_index=True)[1]] = False
+            pending[behind[unfinished & waits]] = 0
+        if pending.sum() == slots.size <= self._max_num_batched_tokens and not behind.size:
+            return slots, pending
+        order = np.argsort(pending > 1, kind="stable")
+        slots, pending = slots[order], pending[order]
+        before = np.cumsum(pending) - pending
+        counts = np.clip(self._max_num_batched_tokens - before, 0, pending)
+        return slots[counts > 0], counts[counts > 0]
+
+    def _forward(self, slots: IntArray, counts: IntArray) -> torch.Tensor:
+        """Last hidden states (T, hidden) of the next `counts` tokens of `slots`, packed in this order."""
+        began = self._clock()
+        columns = self._columns
+        ends = np.cumsum(counts)
+        owner = np.repeat(slots, counts)
+        position = columns.computed[owner] + np.arange(owner.size) - np.repeat(ends - counts, counts)
+        in_span = np.repeat(counts >= SPAN, counts)
+        long = np.flatnonzero(counts >= SPAN)
+        packing = Packing(
+            row=owner,
+            shared_row=columns.shared_row[owner],
+            shared=columns.shared[owner],
+            position=position,
+            spans=[(int(ends[i] - counts[i]), int(ends[i])) for i in long],
+            single=np.flatnonzero(~in_span),
+        )
+        device = self._model.device
+        with torch.inference_mode():
+            self._key_values.pack(packing)
+            hidden = policy.hidden_states(
+                self._model,
+                torch.from_numpy(columns.tokens[owner, position]).to(device),
+                torch.from_numpy(position).to(device),
+                self._key_values,
+            )
+        self._counters["model_seconds"] += self._clock() - began
+        return hidden
+
+    def _sample(self, slots: IntArray, hidden: torch.Tensor) -> list[Event]:
+        """Draw the next token of each of `slots` (R,) from its newest hidden state (R, hidden); end what ends."""
+        began = self._clock()
+        columns = self._columns
+        with torch.inference_mode():
+            logits = policy.logits(self._model, hidden)
+        self._counters["model_seconds"] += self._clock() - began
+        began = self._clock()
+        position = columns.length[slots] - columns.prompt_length[slots]
+        drawn = sampling_torch.sample(logits, columns.key[slots], position, columns.sampling[slots])
+        self._counters["sampling_seconds"] += self._clock() - began
+        columns.append(slots, drawn.token_ids)
+        stopped = columns.stops[columns.stop_set[slots], drawn.token_ids]
+        if self._stop_strings:
+            for place, slot in enumerate(slots.tolist()):
+                if slot in self._stop_strings and not stopped[place]:
+                    stopped[place] = self._stop_strings[slot].found_after(int(drawn.token_ids[place]))
+        ended = stopped | (columns.length[slots] >= columns.limit[slots])
+        events: list[Event] = [
+            Progress(
+                worker=self.worker,
+                ids=columns.id[slots],
+                attempts=columns.attempt[slots],
+                counts=np.ones(slots.size, np.int64),
+                version=self.version,
+                token_ids=drawn.token_ids,
+                logprobs=drawn.logprobs,
+                raw_logprobs=drawn.raw_logprobs,
+            )
+        ]
+        for place in np.flatnonzero(ended).tolist():
+            slot = int(slots[place])
+            reason = FinishReason.STOP if stopped[place] else FinishReason.LENGTH
+            events.append(Finished(self.worker, int(columns.id[slot]), int(columns.attempt[slot]), reason))
+            self._release(slot)
+        return events
+
+    def _count(self, computed: int, sampled: int, busy: int, seconds: float) -> None:
+        self._counters["steps"] += 1
+        self._counters["decode_tokens"] += sampled
+        self._counters["prefill_tokens"] += computed - sampled
+        self._counters["step_seconds"] += seconds
+        self._counters["busy_slot_seconds"] += busy * seconds
