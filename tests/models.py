@@ -27,7 +27,9 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
         }
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     build: Any = CONFIG_MAPPING[family]
-    config: PretrainedConfig = build(vocab_size=VOCABULARY, initializer_range=0.4, **settings, **special, **changes)
+    config: PretrainedConfig = build(
+        vocab_size=VOCABULARY, initializer_range=0.4, **settings, **special, **changes
+    )
     return config
 
 

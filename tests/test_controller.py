@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Literal
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,8 +10,8 @@ from stretto.records import State
 from tests.world import World, long_tailed
 
 
-def synchronous(**knobs: int) -> ScheduleConfig:
-    return ScheduleConfig(kind="synchronous", **knobs)  # type: ignore[arg-type]
+def synchronous(prompts: int, samples: int) -> ScheduleConfig:
+    return ScheduleConfig(kind="synchronous", prompts=prompts, samples=samples)
 
 
 def test_synchronous_consumes_every_admitted_group_once_and_on_policy() -> None:
@@ -28,9 +30,9 @@ def test_synchronous_visits_count_epochs() -> None:
 
 
 def test_async_overlaps_generation_with_updates_and_is_faster() -> None:
-    knobs = {"prompts": 4, "samples": 3}
-    slow = World(synchronous(**knobs), length=long_tailed(3)).run(20)
-    fast = World(ScheduleConfig(kind="async", max_staleness=2, **knobs), length=long_tailed(3)).run(20)
+    slow = World(synchronous(4, 3), length=long_tailed(3)).run(20)
+    config = ScheduleConfig(kind="async", max_staleness=2, prompts=4, samples=3)
+    fast = World(config, length=long_tailed(3)).run(20)
     assert fast.runtime.now() < 0.8 * slow.runtime.now()
     assert {len(b.rollouts) for b in fast.batches} == {12}
 
@@ -53,9 +55,9 @@ def test_async_pacing_bounds_how_many_groups_are_admitted() -> None:
 
 
 def test_async_at_staleness_0_has_the_batches_of_synchronous() -> None:
-    knobs = {"prompts": 4, "samples": 3}
-    a = World(synchronous(**knobs), length=long_tailed(5)).run(6)
-    b = World(ScheduleConfig(kind="async", max_staleness=0, **knobs), length=long_tailed(5)).run(6)
+    a = World(synchronous(4, 3), length=long_tailed(5)).run(6)
+    config = ScheduleConfig(kind="async", max_staleness=0, prompts=4, samples=3)
+    b = World(config, length=long_tailed(5)).run(6)
     keys = [[[r.key for r in batch.rollouts] for batch in w.batches] for w in (a, b)]
     assert keys[0] == keys[1]
 
@@ -73,8 +75,16 @@ def test_async_at_staleness_0_has_the_batches_of_synchronous() -> None:
     reward_seconds=st.sampled_from([0.0, 0.3, 5.0]),
 )
 def test_any_schedule_ends_with_every_response_consumed_once(
-    kind, prompts, samples, workers, slots, staleness, running, seed, reward_seconds
-):  # type: ignore[no-untyped-def]
+    kind: Literal["synchronous", "async"],
+    prompts: int,
+    samples: int,
+    workers: int,
+    slots: int,
+    staleness: int,
+    running: Literal["continue", "recompute"],
+    seed: int,
+    reward_seconds: float,
+) -> None:
     config = ScheduleConfig(
         kind=kind, prompts=prompts, samples=samples, max_staleness=staleness, running=running
     )

@@ -88,7 +88,7 @@ def test_simulated_time_leaps_and_keeps_the_order_of_posting() -> None:
     runtime = SimulatedRuntime()
     runtime.post(WorkerDown(1), delay=5.0)
     runtime.post(WorkerDown(2), delay=5.0)
-    runtime.call_at(2.0, lambda: [])
+    runtime.call_at(2.0, list)
     assert runtime.wait(until=4.0) == [Timer()]
     assert runtime.now() == 4.0
     assert runtime.wait() == [WorkerDown(1), WorkerDown(2)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from stretto.config import Config
 from stretto.engine.embedded import EmbeddedEngine
@@ -30,9 +31,12 @@ class Inputs:
     max_model_len: int
 
 
-def settle_threads(config: Config) -> None:
-    """Torch's threads as configured. `deterministic` fixes their number, since sums depend on it."""
+def settle_process(config: Config) -> None:
+    """Torch's threads as configured (`deterministic` needs their number fixed, since sums depend on it), and none of
+    transformers' own progress bars, which would tear ours.
+    """
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    transformers_logging.disable_progress_bar()
 
 
 def read_inputs(config: Config, source: Any = None) -> Inputs:

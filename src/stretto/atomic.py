@@ -37,7 +37,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException:
         _try_to_remove(temporary)
         raise
-    sync_folder(path.parent, placed=path)
+    _sync_name(path)
 
 
 def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
@@ -56,7 +56,7 @@ def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     except BaseException:
         _try_to_remove(temporary)
         raise
-    sync_folder(path.parent, placed=path)
+    _sync_name(path)
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -89,7 +89,7 @@ def link_atomically(path: Path, target: str) -> None:
     except BaseException:
         _try_to_remove(temporary)
         raise
-    sync_folder(path.parent, placed=path)
+    _sync_name(path)
 
 
 def append_synced(path: Path, content: bytes) -> None:
@@ -113,17 +113,6 @@ def append_synced(path: Path, content: bytes) -> None:
             os.close(descriptor)
 
 
-def truncate_synced(path: Path, length: int) -> None:
-    """Cut the file `path` to `length` bytes. Raises StrettoError if the disk refuses."""
-    with disk_errors(path):
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            os.ftruncate(descriptor, length)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def remove_atomically(path: Path) -> None:
     """Remove a file, or a folder with all that is in it, so that no half of it is ever seen under its name.
 
@@ -136,7 +125,7 @@ def remove_atomically(path: Path) -> None:
             temporary = temporary_of(path)
             os.rename(path, temporary)
             _try_to_remove(temporary)
-    sync_folder(path.parent)
+    _sync_name(path, "it is removed")
 
 
 def remove_leftovers(folder: Path, of: str | None = None) -> list[Path]:
@@ -161,23 +150,6 @@ def remove_leftovers(folder: Path, of: str | None = None) -> list[Path]:
 def temporary_of(path: Path) -> Path:
     """A name, never used before by this process, under which to prepare `path`."""
     return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{next(_number)}")
-
-
-def sync_folder(folder: Path, placed: Path | None = None) -> None:
-    """Make names created, replaced or removed in `folder` survive a power failure.
-
-    Raises StrettoError if the disk does not confirm; `placed` is the path that this was about.
-    """
-    what = "it is in place" if placed else "what was removed is gone"
-    with disk_errors(placed or folder, state=f"{what}, but a power failure may undo that", verb="confirm"):
-        try:
-            _sync_path(folder)
-        except OSError as error:
-            if error.errno not in (
-                errno.EINVAL,
-                errno.ENOTSUP,
-            ):  # network file systems that cannot sync a folder
-                raise
 
 
 @contextmanager
@@ -222,6 +194,16 @@ def _sync_tree(folder: Path) -> None:
         for name in names:
             _sync_path(Path(parent, name))
         _sync_path(Path(parent))
+
+
+def _sync_name(path: Path, state: str = "it is in place") -> None:
+    """Make the name `path`, just created, replaced or removed, survive a power failure."""
+    with disk_errors(path, state=f"{state}, but a power failure may undo that", verb="confirm"):
+        try:
+            _sync_path(path.parent)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot do it
+                raise
 
 
 def _sync_path(path: Path) -> None:

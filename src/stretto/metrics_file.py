@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.atomic import append_synced, truncate_synced, write_atomically
+from stretto.atomic import append_synced, write_atomically
 from stretto.errors import StrettoError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def repair(path: Path) -> None:
     """Cut off a last line that a killed writer left incomplete, and say so."""
     lines, torn = _lines(path)
     if torn:
-        truncate_synced(path, sum(map(len, lines)))
+        write_atomically(path, b"".join(lines))
         logger.warning("%s: removed an incomplete last line (%d bytes)", path, len(torn))
 
 

@@ -41,7 +41,9 @@ def kernel(*, parallel: bool = False, fastmath: bool = False) -> Callable[[F], F
 
     Where none can (a read-only installation without a home folder), every process compiles for itself.
     """
-    options: dict[str, Any] = {"nogil": True, "parallel": parallel, "fastmath": fastmath}
+    options: dict[str, Any] = {
+        "nogil": True, "error_model": "numpy", "parallel": parallel, "fastmath": fastmath
+    }
 
     def compile_lazily(function: F) -> F:
         try:

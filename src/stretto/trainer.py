@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from stretto.assemble import Inputs, make_engine, read_inputs, sampling_params, settle_threads
+from stretto.assemble import Inputs, make_engine, read_inputs, sampling_params, settle_process
 from stretto.buffer import Ledger
-from stretto.config import Config, check_resumable, dump_toml, load_config
+from stretto.config import Config, check_resumable, dump_toml, load_config, require_source, warnings
 from stretto.controller import Controller
 from stretto.errors import StrettoError
 from stretto.evaluation import Evaluation
@@ -72,26 +72,11 @@ def train(
     if isinstance(data, (str, Path)):
         changes["data.path"], data = str(data), None
     if isinstance(config, Config):
-        changes = {**_flat_mapping(config.model_dump()), **changes}
-        config = {}
-    elif isinstance(config, Mapping):
-        changes = {**_flat_mapping(config), **changes}
-        config = {}
-    elif config is None and (model is not None or data is not None or "data.path" in changes):
-        config = {}
+        config = config.model_dump()
+    elif config is None and (changes or data is not None):
+        config = {}  # not the demo: something of the caller's own is to be trained
     resolved = load_config(config, changes)
     return Trainer(resolved, data=data, reward=reward, reporter=reporter).run()
-
-
-def _flat_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        free = f"{prefix}{name}" in ("data.args", "reward.args")
-        if isinstance(value, Mapping) and not free:
-            flat |= _flat_mapping(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 class Trainer:
@@ -142,8 +127,9 @@ class Trainer:
         """Train to `config.steps`, or until SIGINT or SIGTERM; either way the folder can be resumed."""
         with ExitStack() as stack:
             stack.callback(self.reporter.close)
-            self.reporter.start(self.config, self.config.steps, str(self.path))
-            settle_threads(self.config)
+            settle_process(self.config)
+            if self.data is None:
+                require_source(self.config)
             if not self._resuming:
                 RunFolder.require_free(self.path)  # said before anything is loaded
             inputs = read_inputs(self.config, self.data)
@@ -157,6 +143,9 @@ class Trainer:
                 if self._resuming
                 else RunFolder.create(self.path, dump_toml(self.config))
             )
+            self.reporter.start(self.config, self.config.steps, str(self.path))
+            for warning in warnings(self.config):
+                self.reporter.message(warning)
             run = _Run(self.config, inputs, workers, runtime, folder, self.reporter, stack)
             with runtime.signals():
                 run.restore(self._resume_step) if self._resuming else run.begin()
@@ -337,7 +326,7 @@ def evaluate(
     Returns the metrics of `observe.metrics.evaluation_metrics` under `eval/`, as the run itself logs them.
     """
     reporter = reporter or SilentReporter()
-    settle_threads(config)
+    settle_process(config)
     inputs = read_inputs(config, data)
     if not inputs.test:
         raise StrettoError(
