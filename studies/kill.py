@@ -2,10 +2,10 @@
 
     python studies/kill.py [--moments 20] [--runs FOLDER]
 
-The run is a short configuration of the demo. It is killed with SIGKILL at moments drawn over its whole life, once inside each
-kind of write, and stopped with SIGTERM at drawn moments. Each victim is resumed until it ends; its final weights, rewards
-and tokens must equal the undisturbed run's. Finished cases are kept in the folder's `cases.jsonl`; called again, the
-study goes on with the missing ones. Exit status 1 if any case differs.
+The run is a short configuration of the demo. It is killed with SIGKILL at moments drawn over its whole life, once
+inside each kind of write, and stopped with SIGTERM at drawn moments. Each victim is resumed until it ends; its final
+weights, rewards and tokens must equal the undisturbed run's. Finished cases are kept in the folder's `cases.jsonl`;
+called again, the study goes on with the missing ones. Exit status 1 if any case differs.
 """
 
 from __future__ import annotations

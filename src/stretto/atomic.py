@@ -29,7 +29,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises StrettoError if the disk refuses; then the file is as before (or, where the message says so, in
     place but not confirmed by the disk).
     """
-    temporary = temporary_of(path)
+    temporary = _temporary_of(path)
     try:
         with disk_errors(path, wanted=len(content)):
             write_synced(temporary, content)
@@ -46,7 +46,7 @@ def write_folder_atomically(path: Path, fill: Callable[[Path], None]) -> None:
     Raises StrettoError if `path` exists and is not an empty folder, or if the disk refuses; nothing new is
     under the name `path` then. Errors of `fill` that are none of the disk's are passed on.
     """
-    temporary = temporary_of(path)
+    temporary = _temporary_of(path)
     try:
         with disk_errors(path):
             os.mkdir(temporary)
@@ -74,7 +74,7 @@ def link_atomically(path: Path, target: str) -> None:
 
     Raises StrettoError if the disk refuses; then `path` is as before.
     """
-    temporary = temporary_of(path)
+    temporary = _temporary_of(path)
     try:
         with disk_errors(path):
             os.symlink(target, temporary)
@@ -122,7 +122,7 @@ def remove_atomically(path: Path) -> None:
         if path.is_symlink() or not path.is_dir():
             os.unlink(path)
         else:
-            temporary = temporary_of(path)
+            temporary = _temporary_of(path)
             os.rename(path, temporary)
             _try_to_remove(temporary)
     _sync_name(path, "it is removed")
@@ -147,11 +147,6 @@ def remove_leftovers(folder: Path, of: str | None = None) -> list[Path]:
     return found
 
 
-def temporary_of(path: Path) -> Path:
-    """A name, never used before by this process, under which to prepare `path`."""
-    return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{next(_number)}")
-
-
 @contextmanager
 def disk_errors(
     path: Path, wanted: int | None = None, *, state: str = INTACT, verb: str = "write"
@@ -163,11 +158,17 @@ def disk_errors(
         raise _disk_error(path, error.strerror or str(error), wanted, state, verb) from error
 
 
+def _temporary_of(path: Path) -> Path:
+    """A name, never used before by this process, under which to prepare `path`."""
+    return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{next(_number)}")
+
+
 def _disk_error(path: Path, reason: str, wanted: int | None, state: str, verb: str) -> StrettoError:
     sizes = [] if wanted is None else [f"{wanted:,} bytes wanted"]
     with suppress(OSError):  # the free space is a courtesy; a dead disk cannot say it
         sizes.append(f"{shutil.disk_usage(path.parent).free:,} free")
-    return StrettoError(f"cannot {verb} {path}: {reason} ({', '.join(sizes)}); {state}")
+    details = f" ({', '.join(sizes)})" if sizes else ""
+    return StrettoError(f"cannot {verb} {path}: {reason}{details}; {state}")
 
 
 def _fill(temporary: Path, path: Path, fill: Callable[[Path], None]) -> None:

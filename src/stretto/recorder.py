@@ -26,6 +26,7 @@ from stretto.run_folder import RunFolder
 from stretto.runtime import Runtime
 from stretto.schedule import Schedule
 from stretto.tasks.prompts import PromptStream
+from stretto.tasks.workers import RewardWorkers
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class Recorder:
         schedule: Schedule,
         fleet: Fleet,
         stream: PromptStream,
+        workers: RewardWorkers,
         learner: Learner,
         reporter: Reporter,
         trackers: Trackers,
@@ -74,6 +76,7 @@ class Recorder:
         self.schedule = schedule
         self.fleet = fleet
         self.stream = stream
+        self.workers = workers
         self.learner = learner
         self.reporter = reporter
         self.trackers = trackers
@@ -220,7 +223,7 @@ class Recorder:
                 decoding_steps=int(engine["decode_tokens"]),
                 reward_errors=int(counters["reward_errors"]),
                 reward_timeouts=int(counters["reward_timeouts"]),
-                extra=self.schedule.metrics(),
+                extra=self.schedule.metrics() | self.workers.metrics(),
             ),
             learner=event.metrics,
         )

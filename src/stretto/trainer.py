@@ -216,6 +216,7 @@ class _Run:
             self.schedule,
             self.fleet,
             self.stream,
+            workers,
             self.learner,
             reporter,
             trackers,
@@ -248,6 +249,7 @@ class _Run:
         self.stream.load_state_dict(state["prompts"])
         self.schedule.load_state_dict(state["schedule"])
         self.recorder.best = tuple(state["best"]) if state["best"] else None
+        self.folder.prune(self.config.checkpoint.keep, state["best"][1] if state["best"] else None)
         self.runtime.continue_from(state["elapsed"])
         self.recorder.resumed()
         self.reporter.message(f"goes on from step {checkpoint.step}")
