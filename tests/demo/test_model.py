@@ -12,7 +12,7 @@ from stretto.demo.tokenizer import build_tokenizer
 from stretto.tasks.knights import KnightsAndKnaves
 from stretto.tasks.knights_traces import write_trace
 
-MAX_NEW_TOKENS = 512
+MAX_NEW_TOKENS = 576
 
 
 @pytest.fixture(scope="module")

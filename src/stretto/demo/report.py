@@ -15,7 +15,7 @@ from stretto.tasks.knights import KnightsAndKnaves
 
 PROBLEMS = 400
 BATCH = 100
-MAX_NEW_TOKENS = 512
+MAX_NEW_TOKENS = 576
 SAMPLING_SEED = 0
 
 

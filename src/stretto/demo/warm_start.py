@@ -30,16 +30,16 @@ from stretto.tasks.knights import PEOPLE_WEIGHTS, draw_puzzle
 from stretto.tasks.knights_traces import Writer, write_trace
 
 MAX_POSITIONS = 1024
-STEPS = 1800
+STEPS = 1000
 BATCH_TOKENS = 2048  # padded tokens of an optimiser step
 CHUNK = 2048  # examples that are sorted into batches of equal lengths together
 MUON_LEARNING_RATE = 6e-3  # for the layers' matrices
 ADAM_LEARNING_RATE = 3e-3  # for embeddings and norms
 WARM_UP = 50  # optimiser steps
-COOL_DOWN = 0.4  # of all steps
+COOL_DOWN = 0.5  # of all steps
 REPORT_EVERY = 50  # steps
 IGNORED = -100  # the label of prompts and padding
-CAREFUL_SHARE = 0.35
+CAREFUL_SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Stage:
 
 # First the rules on short traces, then the long ones, and last the mixture that the model is meant to have.
 STAGES = (
-    Stage(0.20, {2: 0.5, 3: 0.5}, 0.8),
-    Stage(0.50, {2: 0.2, 3: 0.3, 4: 0.3, 5: 0.2}, 0.8),
+    Stage(0.25, {2: 0.5, 3: 0.5}, 0.8),
+    Stage(0.45, {2: 0.2, 3: 0.3, 4: 0.3, 5: 0.2}, 0.8),
     Stage(0.30, PEOPLE_WEIGHTS, CAREFUL_SHARE),
 )
 

@@ -1,9 +1,8 @@
 """Attention of the embedded engine: packed tokens against keys and values kept in rows.
 
-A *row* holds keys and values of one sequence of up to `length` tokens, the token at position j at offset j. A request has a
-row of its own; the first `shared` positions of its prompt are read from, and written to, a row that it shares
-with all requests of the same prompt. So a prompt is computed once, stored once, and read from cache by its
-siblings' attention one after the other.
+A *row* has room for the keys and values of `length` tokens. The first `shared` positions of a request lie in a row
+that it shares with all requests of the same prompt, the others in a row of its own, both from offset 0 on. So a
+prompt is computed once, stored once, and read from the processor's cache by its siblings one after the other.
 """
 
 from __future__ import annotations
@@ -96,8 +95,9 @@ class CpuKeyValues:
         shared = min(int(packing.shared[begin]), stop)
         row, shared_row = int(packing.row[begin]), int(packing.shared_row[begin])
         keys, values = self.keys[layer], self.values[layer]
-        k = torch.cat([keys[shared_row, :, :, :shared], keys[row, :, :, shared:stop]], dim=2).transpose(1, 2)
-        v = torch.cat([values[shared_row, :, :shared], values[row, :, shared:stop]], dim=1)
+        own = stop - shared
+        k = torch.cat([keys[shared_row, :, :, :shared], keys[row, :, :, :own]], dim=2).transpose(1, 2)
+        v = torch.cat([values[shared_row, :, :shared], values[row, :, :own]], dim=1)
         return causal_attention(q, k, v, scale)
 
 
@@ -151,9 +151,10 @@ class TorchKeyValues:
 
     def _places(self, packing: Packing, token: IntArray | np.int64, position: IntArray) -> IntArray:
         """Index into the flattened rows of `position`s of the requests that the packed `token`s belong to."""
-        row = np.where(position < packing.shared[token], packing.shared_row[token], packing.row[token])
-        places: IntArray = row * self.length + position
-        return places
+        shared = packing.shared[token]
+        in_shared = packing.shared_row[token] * self.length + position
+        in_own = packing.row[token] * self.length + position - shared
+        return np.where(position < shared, in_shared, in_own)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -194,49 +195,42 @@ def _store(
     """Write T new keys and values, (T, Hkv, D), to their places."""
     tokens, heads, size = new_keys.shape
     for t in range(tokens):
-        at = position[t]
-        to = shared_row[t] if at < shared[t] else row[t]
+        to, at = row[t], position[t] - shared[t]
+        if at < 0:
+            to, at = shared_row[t], position[t]
         for h in range(heads):
             for d in range(size):
                 keys[to, h, d, at] = new_keys[t, h, d]
                 values[to, h, at, d] = new_values[t, h, d]
 
 
+# Both inner loops run from 0 over contiguous vectors: numba turns only such loops into vector instructions,
+# since an index that might be negative would count from the end.
+
+
 @kernel(fastmath=True)
-def _score(
-    keys: FloatArray, row: int, head: int, begin: int, end: int, query: FloatArray, scores: FloatArray
-) -> None:
-    """scores[begin:end] = query (D,) times the keys at these positions of a row."""
+def _score(keys: FloatArray, query: FloatArray, scores: FloatArray) -> None:
+    """Add the products of `query` (D,) with the first n of `keys` (D, length) to `scores` (n,)."""
     size = query.size
-    for j in range(begin, end):
-        scores[j] = 0.0
     for d in range(0, size - 3, 4):
         a, b, c, e = query[d], query[d + 1], query[d + 2], query[d + 3]
-        for j in range(begin, end):
-            scores[j] += (a * keys[row, head, d, j] + b * keys[row, head, d + 1, j]) + (
-                c * keys[row, head, d + 2, j] + e * keys[row, head, d + 3, j]
-            )
+        for j in range(scores.size):
+            scores[j] += a * keys[d, j] + b * keys[d + 1, j] + c * keys[d + 2, j] + e * keys[d + 3, j]
     for d in range(size - size % 4, size):
-        for j in range(begin, end):
-            scores[j] += query[d] * keys[row, head, d, j]
+        for j in range(scores.size):
+            scores[j] += query[d] * keys[d, j]
 
 
 @kernel(fastmath=True)
-def _gather(
-    values: FloatArray, row: int, head: int, begin: int, end: int, weights: FloatArray, out: FloatArray
-) -> None:
-    """Add to out (D,) the values at these positions of a row, weighted."""
-    size = out.size
-    full = end - (end - begin) % 4
-    for j in range(begin, full, 4):
+def _gather(values: FloatArray, weights: FloatArray, out: FloatArray) -> None:
+    """Add the first n of `values` (length, D), weighted by `weights` (n,), to `out` (D,)."""
+    for j in range(0, weights.size - 3, 4):
         a, b, c, e = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
-        for d in range(size):
-            out[d] += (a * values[row, head, j, d] + b * values[row, head, j + 1, d]) + (
-                c * values[row, head, j + 2, d] + e * values[row, head, j + 3, d]
-            )
-    for j in range(full, end):
-        for d in range(size):
-            out[d] += weights[j] * values[row, head, j, d]
+        for d in range(out.size):
+            out[d] += a * values[j, d] + b * values[j + 1, d] + c * values[j + 2, d] + e * values[j + 3, d]
+    for j in range(weights.size - weights.size % 4, weights.size):
+        for d in range(out.size):
+            out[d] += weights[j] * values[j, d]
 
 
 @kernel(parallel=True, fastmath=True)
@@ -252,20 +246,22 @@ def _attend(
     scale: float,
     out: FloatArray,
 ) -> None:
-    """Softmax attention of the `single` tokens: query and out (T, H, D), scores over positions 0 .. position."""
+    """Softmax attention of the `single` tokens: query and out (T, H, D), over positions 0 .. position."""
     group = query.shape[1] // keys.shape[1]
     # Heads outside, tokens inside: threads get equal shares of long and short, and siblings,
     # which are packed together, read their prompt's keys while these are in the cache.
     for item in numba.prange(single.size * query.shape[1]):
         t, h = single[item % single.size], item // single.size
+        head = h // group
         end = position[t] + 1
         middle = min(shared[t], end)
-        scores = np.empty(end, query.dtype)
         scaled = np.empty(query.shape[2], query.dtype)
+        mixed = np.zeros(query.shape[2], query.dtype)
         for d in range(scaled.size):
             scaled[d] = query[t, h, d] * scale
-        _score(keys, shared_row[t], h // group, 0, middle, scaled, scores)
-        _score(keys, row[t], h // group, middle, end, scaled, scores)
+        scores = np.zeros(end, query.dtype)
+        _score(keys[shared_row[t], head], scaled, scores[:middle])
+        _score(keys[row[t], head], scaled, scores[middle:])
         largest = scores[0]
         for j in range(end):
             largest = max(largest, scores[j])
@@ -273,11 +269,10 @@ def _attend(
         for j in range(end):
             scores[j] = math.exp(scores[j] - largest)
             total += scores[j]
-        for j in range(end):
-            scores[j] /= total
-        out[t, h] = 0.0
-        _gather(values, shared_row[t], h // group, 0, middle, scores, out[t, h])
-        _gather(values, row[t], h // group, middle, end, scores, out[t, h])
+        _gather(values[shared_row[t], head], scores[:middle], mixed)
+        _gather(values[row[t], head], scores[middle:], mixed)
+        for d in range(scaled.size):
+            out[t, h, d] = mixed[d] / total
 
 
 def compile_kernels(dtype: torch.dtype) -> None:

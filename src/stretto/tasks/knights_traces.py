@@ -5,14 +5,15 @@ against it. The *careful* writer checks every person's claim and answers only wh
 he is always right. The *hasty* writer checks the first person's claim only and answers with the first
 assignment that passes: his answers are short and mostly wrong. The first word says who is writing:
 
-     careful knights try Ann+ Bo+ : Ann+ Bo+ no try Ann- Bo+ : Ann- Bo+ ok Bo+ Ann- Bo+ no ...
-     hasty knights try Ann+ Bo+ : Ann+ Bo+ no try Ann- Bo+ : Ann- Bo+ ok answer Ann knave Bo knight
+     careful knights try Ann+ Bo+ Ann+ Bo+ knave false try Ann- Bo+ Ann- Bo+ knave false Bo+ Ann- ...
+     hasty knights try Ann+ Bo+ Ann+ Bo+ knave false try Ann- Bo+ Ann- Bo+ knave false answer Ann knave ...
 
-A check names the speaker, then the people that he speaks of, each with the kind that the try gives
-them, then the verdict: `ok` if the claim is true and the speaker a knight or if neither, else `no` or
-`wrong`. Tries count in binary with the first person changing fastest, from all knights (or, less often,
-from all knaves): a person changes when everybody before him in the new try is back at the first kind.
-So every token follows from a few earlier ones, which is what a tiny model can learn.
+A try names everybody once. A check names the speaker, then the people that he speaks of, each with the
+kind that the try gives them, then the claim's last word, then whether the claim is true. A true claim
+of a knave or a false one of a knight refutes the try. Tries count in binary with the first person changing
+fastest, from all knights (or, less often, from all knaves): a person changes when everybody before him in
+the new try is back at the first kind. So every token follows from a few others, most of them close by: that
+is what a tiny model can learn. (Without the claim's last word it learns the verdicts several times slower.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from stretto.tasks.knights import KINDS, Puzzle
 Writer = Literal["careful", "hasty"]
 
 KNIGHTS_FIRST_SHARE = 0.8
-WRONG_SHARE = 0.15  # of the rejections written `wrong` instead of `no`: the traces' only free choice of words
+NEXT_SHARE = 0.15  # of the later tries that begin with `next` instead of `try`: the only free choice of words
 
 
 def tries(people: int, first: bool) -> Iterator[tuple[bool, ...]]:
@@ -46,9 +47,10 @@ def write_trace(puzzle: Puzzle, writer: Writer, rng: random.Random) -> str:
     first = rng.random() < KNIGHTS_FIRST_SHARE
     words = [writer, f"{KINDS[first]}s"]
     for kinds in tries(people, first):
-        words += ["try", *(mark(puzzle, person, kinds) for person in range(people)), ":"]
+        words.append("next" if len(words) > 2 and rng.random() < NEXT_SHARE else "try")
+        words += [mark(puzzle, person, kinds) for person in range(people)]
         checked = range(people if writer == "careful" else 1)
-        if all(check(puzzle, speaker, kinds, words, rng) for speaker in checked):
+        if all(check(puzzle, speaker, kinds, words) for speaker in checked):
             words.append("answer")
             for name, kind in zip(puzzle.names, kinds, strict=True):
                 words += [name, KINDS[kind]]
@@ -56,13 +58,11 @@ def write_trace(puzzle: Puzzle, writer: Writer, rng: random.Random) -> str:
     raise ValueError(f"no assignment passes the checks: {puzzle.prompt}")
 
 
-def check(
-    puzzle: Puzzle, speaker: int, kinds: tuple[bool, ...], words: list[str], rng: random.Random
-) -> bool:
+def check(puzzle: Puzzle, speaker: int, kinds: tuple[bool, ...], words: list[str]) -> bool:
     """Append the check of one claim to `words`; whether it passed."""
     claim = puzzle.claims[speaker]
     about = [claim.first] if claim.second is None else [claim.first, claim.second]
     words += [mark(puzzle, person, kinds) for person in (speaker, *about)]
-    passed = claim.holds(kinds) == kinds[speaker]
-    words.append("ok" if passed else "wrong" if rng.random() < WRONG_SHARE else "no")
-    return passed
+    true = claim.holds(kinds)
+    words += [claim.render(puzzle.names).split()[-1], "true" if true else "false"]
+    return true == kinds[speaker]
