@@ -112,6 +112,12 @@ class TestPages:
         assert keys
         assert [key for key in keys if find(key) is None] == []
 
+    def test_the_walk_names_what_is_there(self) -> None:
+        text = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+        named = re.findall(r"`([\w/]+\.py)::([\w.]+)`", text)
+        assert len(named) > 40
+        assert [f"{file}::{path}" for file, path in named if path not in definitions(SOURCE / file)] == []
+
     def test_make_targets_exist(self) -> None:
         makefile = (ROOT / "Makefile").read_text()
         text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
@@ -171,6 +177,17 @@ class TestHouseRules:
     def test_help_and_configuration_load_no_torch(self) -> None:
         code = "import sys, stretto, stretto.cli, stretto.config; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def definitions(module: Path) -> set[str]:
+    """Dotted names of the classes and functions of a module, methods as `Class.method`."""
+    found: set[str] = set()
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+            inner = node.body if isinstance(node, ast.ClassDef) else []
+            found |= {f"{node.name}.{item.name}" for item in inner if isinstance(item, ast.FunctionDef)}
+    return found
 
 
 def imports(tree: ast.AST) -> Iterator[str]:

@@ -253,21 +253,16 @@ class Ledger:
         """Enter `samples_each` PENDING requests for every (prompt, visit), group after group."""
         first = self.first_id + self.columns.size
         for prompt, visit in prompts:
-            start = self.first_id + self.columns.grow(samples_each)
             group, self.next_group = self.next_group, self.next_group + 1
+            keys = [
+                request_key(self.seed, self.purpose, prompt.uid, prompt.occurrence, index, visit)
+                for index in range(samples_each)
+            ]
+            start = self.first_id + self.columns.admit(group, visit, self.version, keys)
             self.prompts[group] = prompt
             self.members[group] = range(start, start + samples_each)
             self.unscored[group] = samples_each
-            for index, request_id in enumerate(self.members[group]):
-                row = request_id - self.first_id
-                self.columns.group[row] = group
-                self.columns.sample_index[row] = index
-                self.columns.visit[row] = visit
-                self.columns.admitted_step[row] = self.version
-                self.columns.key[row] = request_key(
-                    self.seed, self.purpose, prompt.uid, prompt.occurrence, index, visit
-                )
-                self.waiting[request_id] = None
+            self.waiting.update(dict.fromkeys(self.members[group]))
         count = samples_each * len(prompts)
         self.alive += count
         return Admitted(first, count)
@@ -291,20 +286,8 @@ class Ledger:
             c.keep[row] = True
             if np.isnan(c.started_at[row]):
                 c.started_at[row] = now
-            group = int(c.group[row])
-            tokens = self.tokens.get(request_id)
-            requests.append(
-                Request(
-                    id=request_id,
-                    attempt=int(c.attempt[row]),
-                    group=group,
-                    prompt_ids=self.prompts[group].token_ids,
-                    token_ids=tokens.token_ids() if tokens else np.empty(0, np.int64),
-                    turn_start=int(c.turn_start[row]),
-                    key=int(c.key[row]),
-                    sampling=self.sampling,
-                )
-            )
+            prompt = self.prompts[int(c.group[row])]
+            requests.append(c.request(row, request_id, prompt, self.tokens.get(request_id), self.sampling))
         return requests
 
     def stop(self, ids: Sequence[int], keep: bool) -> dict[int, tuple[list[int], list[int]]]:

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stretto.records import BoolArray, FinishReason, FloatArray, IntArray, Prompt, Rollout, State
+from stretto.records import (
+    BoolArray,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    State,
+)
 
 
 class Columns:
@@ -77,6 +87,32 @@ class Columns:
             self._reserve(max(2 * len(self.state), first + count))
         self.size += count
         return first
+
+    def admit(self, group: int, visit: int, step: int, keys: Sequence[int]) -> int:
+        """Add a group's rows, one for each key; returns the first one's index."""
+        first = self.grow(len(keys))
+        rows = slice(first, self.size)
+        self.group[rows] = group
+        self.sample_index[rows] = np.arange(len(keys))
+        self.visit[rows] = visit
+        self.admitted_step[rows] = step
+        self.key[rows] = np.array(keys, np.uint64)
+        return first
+
+    def request(
+        self, row: int, request_id: int, prompt: Prompt, tokens: Tokens | None, sampling: SamplingParams
+    ) -> Request:
+        """A row as the command to generate it, from the tokens that it has."""
+        return Request(
+            id=request_id,
+            attempt=int(self.attempt[row]),
+            group=int(self.group[row]),
+            prompt_ids=prompt.token_ids,
+            token_ids=tokens.token_ids() if tokens else np.empty(0, np.int64),
+            turn_start=int(self.turn_start[row]),
+            key=int(self.key[row]),
+            sampling=sampling,
+        )
 
     def rollout(self, row: int, request_id: int, prompt: Prompt, tokens: Tokens) -> Rollout:
         """A row with its tokens as a record."""
