@@ -185,14 +185,14 @@ def _mix(state: np.uint64) -> np.uint64:
 
 @kernel()
 def _stream(key: np.uint64, position: int) -> np.uint64:
-    """State of the splitmix64 stream of (key, position); token id v takes its v-th output."""
-    return _mix(key + np.uint64(position) * np.uint64(GOLDEN_GAMMA))
+    """State of the splitmix64 stream of (key, position): itself output `position` of the stream of `key`."""
+    return _mix(key + np.uint64(position + 1) * np.uint64(GOLDEN_GAMMA))
 
 
 @kernel()
 def _uniform(stream: np.uint64, token_id: int) -> float:
-    """w in (0, 1), with full relative precision near 0, where the largest noise comes from."""
-    hashed = _mix(stream + np.uint64(token_id) * np.uint64(GOLDEN_GAMMA))
+    """w in (0, 1) from output `token_id` of the stream; fully precise near 0, where the largest noise comes from."""
+    hashed = _mix(stream + np.uint64(token_id + 1) * np.uint64(GOLDEN_GAMMA))
     return min((np.float64(hashed) + 0.5) / TWO_TO_64, LARGEST_UNIFORM)
 
 

@@ -43,8 +43,8 @@ def sample_on_device(
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Noise (R, V), float64, of all ids for int64 `keys` (the bits of the unsigned ones) and `positions` (R,)."""
     gamma = _signed(sampling.GOLDEN_GAMMA)
-    stream = _mix(keys + positions * gamma)
-    ids = torch.arange(vocabulary, device=keys.device)
+    stream = _mix(keys + (positions + 1) * gamma)
+    ids = torch.arange(1, vocabulary + 1, device=keys.device)
     hashed = _mix(stream[:, None] + ids[None, :] * gamma)
     high, low = _shift(hashed, 32).double(), (hashed & 0xFFFFFFFF).double()
     uniform = ((high * 2.0**32 + low) + 0.5) / sampling.TWO_TO_64

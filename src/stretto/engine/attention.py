@@ -69,6 +69,7 @@ class CpuKeyValues:
 
     def pack(self, packing: Packing) -> None:
         self._packing = packing
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
