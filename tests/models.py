@@ -13,10 +13,12 @@ VOCABULARY = 31
 
 def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     """Two layers, hidden 16, four heads on two key/value heads (GPT-2: on four), a head size of its own."""
+    settings: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.4}
+    settings |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     if family == "gpt2":
-        settings: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128}
+        settings |= {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 128}
     else:
-        settings = {
+        settings |= {
             "hidden_size": 16,
             "intermediate_size": 24,
             "num_hidden_layers": 2,
@@ -25,11 +27,8 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
             "head_dim": 8,
             "max_position_embeddings": 128,
         }
-    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     build: Any = CONFIG_MAPPING[family]
-    config: PretrainedConfig = build(
-        vocab_size=VOCABULARY, initializer_range=0.4, **settings, **special, **changes
-    )
+    config: PretrainedConfig = build(**settings | changes)
     return config
 
 

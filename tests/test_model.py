@@ -83,11 +83,13 @@ def test_gradients_reach_every_parameter_and_lora_layers_work(family: str) -> No
         assert theirs.grad is not None, name
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12), name
 
-    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, fan_in_fan_out=family == "gpt2")
+    config = LoraConfig(
+        r=2, target_modules="all-linear", init_lora_weights=False, fan_in_fan_out=family == "gpt2"
+    )
     for module in (model, plain):
         torch.manual_seed(1)
         inject_adapter_in_model(config, module)
-        module.to(torch.float64)
+        module.double()
     before = plain(token_ids[None], use_cache=False).logits[0]
     found = logits(model, hidden_states(model, token_ids, torch.arange(12), causal))
     assert (found - before).abs().max() < 1e-12
@@ -123,7 +125,11 @@ def test_dropout_is_off_even_in_training_mode(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "sliding_attention",
+        ),
         ("gpt2", {"add_cross_attention": True}, "cross-attention"),
         ("gemma", {"use_bidirectional_attention": True}, "bidirectional"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),

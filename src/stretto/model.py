@@ -83,7 +83,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     A pad token is not needed: nothing is ever padded. Raises `StrettoError` if it cannot be loaded or has no
     end-of-sequence token, without which no response could end by itself.
     """
-    path = _location(config.tokenizer or config.path)
+    path = location(config.tokenizer or config.path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, revision=config.revision)
     except (OSError, ValueError, KeyError) as error:
@@ -98,7 +98,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """The model's own configuration, without its weights. Raises `StrettoError` if missing or not supported."""
-    path = _location(config.path)
+    path = location(config.path)
     try:
         model_config: PretrainedConfig = AutoConfig.from_pretrained(path, revision=config.revision)
     except (OSError, ValueError, KeyError) as error:
@@ -113,7 +113,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     Reads safetensors only. Dropout is switched off for good: engine and learner must see the same policy.
     Raises `StrettoError` for what is missing or not supported, before any weights are read.
     """
-    path = _location(config.path)
+    path = location(config.path)
     device = resolve_device(config.device)
     model_config = load_model_config(config)
     try:
@@ -131,7 +131,9 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
-        raise StrettoError(f'model "{path}": {len(missing)} weights are missing: {", ".join(missing[:3])} ...')
+        raise StrettoError(
+            f'model "{path}": {len(missing)} weights are missing: {", ".join(missing[:3])} ...'
+        )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -194,12 +196,12 @@ def hidden_states(
 
 def logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Next-token logits (..., vocabulary) of `hidden` (..., hidden), in the model's dtype."""
-    output_layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    output_layer: Any = model.get_output_embeddings()
     scores: torch.Tensor = output_layer(hidden)
     return scores
 
 
-def _location(path: str) -> str:
+def location(path: str) -> str:
     return str(_DEMO) if path == "demo" else path
 
 

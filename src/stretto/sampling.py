@@ -25,6 +25,7 @@ from stretto.errors import StrettoError
 from stretto.records import FloatArray, IntArray, Purpose
 
 KeyArray = npt.NDArray[np.uint64]
+AnyFloatArray = npt.NDArray[np.floating[Any]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 # splitmix64 (Steele, Lea and Flood 2014): its increment, and the multipliers of its mixing function.
@@ -42,7 +43,10 @@ def kernel(*, parallel: bool = False, fastmath: bool = False) -> Callable[[F], F
     Where none can (a read-only installation without a home folder), every process compiles for itself.
     """
     options: dict[str, Any] = {
-        "nogil": True, "error_model": "numpy", "parallel": parallel, "fastmath": fastmath
+        "nogil": True,
+        "error_model": "numpy",
+        "parallel": parallel,
+        "fastmath": fastmath,
     }
 
     def compile_lazily(function: F) -> F:
@@ -68,7 +72,8 @@ def request_key(
 
     `attempt_key` changes only by a recorded decision to draw again, never by restart or resume.
     """
-    fields = [seed, str(purpose), prompt_uid, occurrence, sample_index, visit, attempt_key]
+    numbers = [int(number) for number in (seed, occurrence, sample_index, visit, attempt_key)]
+    fields = [str(purpose), prompt_uid, *numbers]
     encoded = json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()  # quoted: unambiguous
     return int.from_bytes(blake2b(encoded, digest_size=8, person=b"stretto.key.1").digest(), "little")
 
@@ -83,9 +88,7 @@ class SamplingColumns:
     min_p: FloatArray
 
     def __getitem__(self, rows: IntArray) -> SamplingColumns:
-        return SamplingColumns(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows]
-        )
+        return SamplingColumns(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 @dataclass(slots=True)
@@ -101,13 +104,12 @@ class Sampled:
     raw_logprobs: FloatArray  # with the temperature only
 
 
-def sample(
-    logits: npt.NDArray[np.floating[Any]], keys: KeyArray, positions: IntArray, how: SamplingColumns
-) -> Sampled:
+def sample(logits: AnyFloatArray, keys: KeyArray, positions: IntArray, how: SamplingColumns) -> Sampled:
     """Draw one token per row of `logits` (R, V), float32 or float64, with each row's own key and position.
 
     Raises `StrettoError` if a row holds a NaN or has no finite maximum: any token would be a lie.
     """
+    logits = np.ascontiguousarray(logits)
     count, vocabulary = logits.shape
     sampled = Sampled(np.empty(count, np.int64), np.empty(count), np.empty(count))
     truncated = (how.top_k > 0) | (how.top_p < 1.0) | (how.min_p > 0.0)
@@ -162,7 +164,8 @@ def gumbel(keys: KeyArray, positions: IntArray, token_ids: IntArray) -> FloatArr
     """The noise g of given token ids, float64; the arguments broadcast against each other."""
     shaped = np.broadcast_arrays(keys, positions, token_ids)
     out = np.empty(shaped[0].shape)
-    _gumbel(*(np.ascontiguousarray(array).ravel() for array in shaped), out.ravel())
+    flat = [np.ascontiguousarray(array).ravel() for array in shaped]
+    _gumbel(flat[0], flat[1], flat[2], out.ravel())
     return out
 
 
@@ -210,7 +213,7 @@ def _gumbel(keys: KeyArray, positions: IntArray, token_ids: IntArray, out: Float
 
 @kernel()
 def _weigh(
-    logits: FloatArray, temperature: FloatArray, rows: IntArray, weights: FloatArray, totals: FloatArray
+    logits: AnyFloatArray, temperature: FloatArray, rows: IntArray, weights: FloatArray, totals: FloatArray
 ) -> None:
     """weights[i] = exp((logits - largest) / temperature) of rows[i], and its sum, twice; NaN marks a broken row.
 
@@ -233,7 +236,7 @@ def _weigh(
 
 @kernel()
 def _race(
-    logits: FloatArray,
+    logits: AnyFloatArray,
     temperature: FloatArray,
     keys: KeyArray,
     positions: IntArray,
@@ -255,7 +258,7 @@ def _race(
             token_ids[row] = -1
             continue
         scores = logits[row]
-        first = np.argmax(scores)  # ties to the lower id
+        first = int(np.argmax(scores))  # ties to the lower id
         token = first
         divisor = temperature[row]
         if divisor > 0.0:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from stretto import sampling
-from stretto.records import IntArray
+from stretto.records import FloatArray, IntArray
 from stretto.sampling import KeyArray, Sampled, SamplingColumns
 
 _BLOCK = 1 << 24  # scores held at a time: 128 MiB each for noise, scores and weights
@@ -57,7 +57,7 @@ def _sample_block(
     """Token ids, log-probs and raw log-probs as (3, R) float64: ids are exact in it."""
     device = logits.device
 
-    def column(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def column(array: IntArray | FloatArray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
     temperature = column(how.temperature)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from stretto.demo import MODEL_PATH
 from stretto.demo.tokenizer import build_tokenizer
@@ -17,12 +17,14 @@ MAX_NEW_TOKENS = 576
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(MODEL_PATH)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(MODEL_PATH)
+    return LlamaForCausalLM.from_pretrained(MODEL_PATH)
 
 
 def test_package_data_is_small() -> None:

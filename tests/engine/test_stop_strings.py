@@ -5,33 +5,23 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from stretto.engine.stop_strings import StopStrings
+from tests.engine.byte_tokenizer import TOKENIZER, decode, token_id
 
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, a few of several bytes, one of which ends within a character, and a special one."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("s", "t"), ("st", "o"), ("sto", "p"), ("o", "p"), ("Ġ", "Ã"), ("e", "e")]
-    tokens = ["<end>", *alphabet, *("".join(pair) for pair in merges)]
-    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-
-
-TOKENIZER = byte_tokenizer()
-IDS = {text: TOKENIZER.convert_tokens_to_ids(text) for text in ("s", "t", "o", "p", "st", "op", "stop", "ee", "<end>")}
-BYTES = {b: TOKENIZER.convert_tokens_to_ids(a) for b, a in ((0xC3, "Ã"), (0xA9, "©"), (0xE2, "â"), (0x82, "Ĥ"), (0xAC, "¬"))}
-ALL_IDS = [*IDS.values(), *BYTES.values(), TOKENIZER.convert_tokens_to_ids("ĠÃ"), TOKENIZER.convert_tokens_to_ids("Ġ")]
+IDS = {text: token_id(text) for text in ("s", "t", "o", "p", "st", "op", "stop", "ee", "<end>")}
+BYTES = {b: token_id(a) for b, a in ((0xC3, "Ã"), (0xA9, "©"), (0xE2, "â"), (0x82, "Ĥ"), (0xAC, "¬"))}
+ALL_IDS = [
+    *IDS.values(),
+    *BYTES.values(),
+    token_id("ĠÃ"),
+    token_id("Ġ"),
+]
 
 
 def first_by_definition(ids: list[int], stop: list[str]) -> int | None:
     for end in range(1, len(ids) + 1):
-        text = TOKENIZER.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if any(string in text for string in stop):
+        if any(string in decode(ids[:end]) for string in stop):
             return end
     return None
 
@@ -47,10 +37,16 @@ def first_found(ids: list[int], stop: list[str], known: int = 0) -> int | None:
 @settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.sampled_from(ALL_IDS), max_size=24),
-    st.lists(st.sampled_from(["stop", "op", "ste", "é", "€", "p€s", " é", "e", "<end>s", "eees"]), min_size=1, max_size=3),
+    st.lists(
+        st.sampled_from(["stop", "op", "ste", "é", "€", "p€s", " é", "e", "<end>s", "eees"]),
+        min_size=1,
+        max_size=3,
+    ),
     st.integers(0, 24),
 )
-def test_found_at_the_first_possible_token_also_when_resumed(ids: list[int], stop: list[str], known: int) -> None:
+def test_found_at_the_first_possible_token_also_when_resumed(
+    ids: list[int], stop: list[str], known: int
+) -> None:
     expected = first_by_definition(ids, stop)
     assert first_found(ids, stop) == expected
     before = min(known, len(ids) if expected is None else expected - 1)
@@ -70,5 +66,5 @@ def test_a_character_over_several_tokens() -> None:
 
 
 def test_a_string_before_an_unfinished_character() -> None:
-    space_and_half = TOKENIZER.convert_tokens_to_ids("ĠÃ")
+    space_and_half = token_id("ĠÃ")
     assert first_found([IDS["s"], space_and_half], ["s "]) == 2

@@ -62,7 +62,9 @@ def test_draws_follow_the_exact_probabilities(case: dict[str, float], where: str
         drawn = sample(rows, keys, positions, how)
     else:
         drawn = sampling_torch.sample_on_device(torch.from_numpy(rows), keys, positions, how)
-    expected = exact(logits, settings["temperature"], int(settings["top_k"]), settings["top_p"], settings["min_p"])
+    expected = exact(
+        logits, settings["temperature"], int(settings["top_k"]), settings["top_p"], settings["min_p"]
+    )
     counts = np.bincount(drawn.token_ids, minlength=VOCABULARY)
     possible = expected > 0
     assert counts[~possible].sum() == 0

@@ -21,7 +21,7 @@ UPDATE_RMS = 0.2  # about AdamW's, so that learning rates mean the same
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     """Matrices (N, R, C), each with its singular vectors kept and its singular values moved near 1."""
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
+    x: torch.Tensor = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from stretto.model import Attend
-from stretto.records import FloatArray, IntArray
+from stretto.records import BoolArray, FloatArray, IntArray
 from stretto.sampling import kernel
 
 SPAN = 32  # from this many new tokens of one request on, matrix products beat the exact-length kernel
@@ -42,7 +42,13 @@ class KeyValues(Attend, Protocol):
 
 
 def key_values(
-    layers: int, rows: int, length: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    layers: int,
+    rows: int,
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> KeyValues:
     """Rows for the device; memory on a CPU is taken only where tokens are written."""
     if device.type == "cpu":
@@ -53,10 +59,12 @@ def key_values(
 class CpuKeyValues:
     """Single tokens attend over their exact lengths in a compiled kernel; long runs use torch's attention.
 
-    Keys lie transposed, (row, head, D, length), so that scores and outputs are both sums of contiguous vectors. One (token,
-    head) is computed by one thread in a fixed order: the result depends on nothing that is packed beside it.
+    Keys lie transposed, (row, head, D, length), so that scores and outputs are both sums of contiguous vectors.
+    One (token, head) is computed by one thread in a fixed order: the result depends on nothing packed beside it.
     bfloat16 models keep keys and values in float32, for which the processor has vector arithmetic.
     """
+
+    _packing: Packing
 
     def __init__(
         self, layers: int, rows: int, length: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -65,17 +73,15 @@ class CpuKeyValues:
         self.keys = [torch.empty(rows, kv_heads, head_dim, length, dtype=self.dtype) for _ in range(layers)]
         self.values = [torch.empty(rows, kv_heads, length, head_dim, dtype=self.dtype) for _ in range(layers)]
         self._arrays = [(k.numpy(), v.numpy()) for k, v in zip(self.keys, self.values, strict=True)]
-        self._packing: Packing | None = None
 
     def pack(self, packing: Packing) -> None:
         self._packing = packing
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         packing = self._packing
-        assert packing is not None
         q, k, v = (x[0].transpose(0, 1).to(self.dtype).contiguous() for x in (query, key, value))
         out = torch.empty_like(q)
         keys, values = self._arrays[layer]
@@ -91,7 +97,6 @@ class CpuKeyValues:
     def _attend_span(self, layer: int, begin: int, end: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention of one request's new tokens, (C, H, D), over all its tokens so far."""
         packing = self._packing
-        assert packing is not None
         stop = int(packing.position[end - 1]) + 1
         shared = min(int(packing.shared[begin]), stop)
         row, shared_row = int(packing.row[begin]), int(packing.shared_row[begin])
@@ -117,6 +122,8 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 class TorchKeyValues:
     """The same with torch operations only, for other devices: single tokens are padded to the longest."""
 
+    _packing: Packing
+
     def __init__(
         self,
         layers: int,
@@ -132,10 +139,9 @@ class TorchKeyValues:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.device = device
-        self._packing: Packing | None = None
 
     def pack(self, packing: Packing) -> None:
-        def on_device(array: IntArray) -> torch.Tensor:
+        def on_device(array: IntArray | BoolArray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device)
 
         self._packing = packing
@@ -161,7 +167,6 @@ class TorchKeyValues:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         packing = self._packing
-        assert packing is not None
         q = query[0].transpose(0, 1)
         keys, values = self.keys[layer], self.values[layer]
         keys[self._write] = key[0].transpose(0, 1)

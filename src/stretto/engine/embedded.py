@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,10 +74,13 @@ class EmbeddedEngine:
             dtype=model.dtype,
             device=model.device,
         )
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        embeddings: Any = model.get_input_embeddings()
+        self._vocabulary = int(embeddings.weight.shape[0])
         self._columns = Slots(max_num_seqs, max_model_len, self._vocabulary)
         self._prompts = PromptRows(first=max_num_seqs, count=max_num_seqs)
-        self._waiting: OrderedDict[tuple[int, int], Request] = OrderedDict()  # by (id, attempt), first come first
+        self._waiting: OrderedDict[tuple[int, int], Request] = (
+            OrderedDict()
+        )  # by (id, attempt), first come first
         self._slot_of: dict[tuple[int, int], int] = {}
         self._running: IntArray = np.zeros(0, np.int64)  # slots, in order of admission
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -104,7 +108,9 @@ class EmbeddedEngine:
                 raise StrettoError(f"request {request.id} (attempt {request.attempt}) is here already")
             self._refuse_unfit(request)
         for request, name in zip(requests, names, strict=True):
-            if request.prompt_ids.size + request.token_ids.size >= response_limit(request, self._max_model_len):
+            if request.prompt_ids.size + request.token_ids.size >= response_limit(
+                request, self._max_model_len
+            ):
                 self._events.append(Finished(self.worker, *name, FinishReason.LENGTH))
             else:
                 self._waiting[name] = request
@@ -194,7 +200,8 @@ class EmbeddedEngine:
             if name not in own or own[name].shape != tensor.shape:
                 has = tuple(own[name].shape) if name in own else "no such tensor"
                 raise StrettoError(
-                    f"weights of version {ref.version}: {name} {tuple(tensor.shape)} does not fit, the engine's model has {has}"
+                    f"weights of version {ref.version}: {name} {tuple(tensor.shape)} does not fit, the engine's model "
+                    f"has {has}"
                 )
         with torch.no_grad():
             for name, tensor in published.items():

@@ -77,7 +77,9 @@ class PromptRows:
         self._users = np.zeros(first + count, np.int64)
         self._free = list(range(first + count - 1, first - 1, -1))
         self._row_of: dict[bytes, int] = {}
-        self._idle: OrderedDict[bytes, int] = OrderedDict()  # known and without users, least recently used first
+        self._idle: OrderedDict[bytes, int] = (
+            OrderedDict()
+        )  # known and without users, least recently used first
         self._name: dict[int, bytes] = {}  # of rows in `_row_of`
 
     def take(self, prompt_ids: IntArray) -> int:
