@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stretto.config import Config
     from stretto.trainer import RunResult
 
-BENCHMARKS = ("engine",)
+BENCHMARKS = ("engine", "bookkeeping")
 CHECKPOINTS = ("initial", "latest", "best")
 
 app = App(
@@ -276,7 +276,7 @@ def doctor(*, json: Annotated[bool, FLAG] = False) -> int:
 def bench(
     name: Annotated[str, Parameter(allow_leading_hyphen=True)], /, *words: Annotated[str, WORDS]
 ) -> int:
-    """Measure the speed of a part on this machine: engine. `stretto bench NAME --help` lists its options.
+    """Measure the speed of a part on this machine: engine or bookkeeping. `stretto bench NAME --help` lists its options.
 
     Args:
         name: "engine".

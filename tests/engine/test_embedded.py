@@ -40,8 +40,7 @@ def _one_thread() -> Iterator[None]:
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_same_tokens_under_any_schedule(family: str, data: st.DataObject) -> None:
-    """Any order and time of arrival, slots, chunks, stops and resumes, threads, and either attention."""
-    torch.set_num_threads(data.draw(st.integers(1, 2), label="threads"))
+    """Any order and time of arrival, slots, chunks, stops and resumes, and either attention."""
     model = model_of(family)
     engine = make_engine(
         model,
@@ -83,13 +82,14 @@ def test_same_tokens_under_any_schedule(family: str, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_at_once_and_one_by_one(family: str) -> None:
-    for slots in (15, 1):
-        run = Run(make_engine(model_of(family), slots, 48))
-        run.submit(*REQUESTS)
-        run.finish()
-        for i, request in enumerate(REQUESTS):
-            assert_same(run, request, expected(family, i))
+@pytest.mark.parametrize(("slots", "threads"), [(15, 1), (15, 2), (1, 1)])
+def test_all_at_once_and_one_by_one(family: str, slots: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    run = Run(make_engine(model_of(family), slots, 48))
+    run.submit(*REQUESTS)
+    run.finish()
+    for i, request in enumerate(REQUESTS):
+        assert_same(run, request, expected(family, i))
 
 
 @pytest.mark.parametrize("budget", [1000, 16])
@@ -147,7 +147,8 @@ def test_short_number_formats_stay_close(dtype: torch.dtype, tolerance: float) -
 
 
 def cuda_model() -> Any:
-    return tiny_model("qwen2").cuda()
+    model: Any = tiny_model("qwen2")
+    return model.to("cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.errors import StrettoError
@@ -121,6 +122,22 @@ def test_shared_weights_move_nothing_but_the_version() -> None:
     assert run.engine.version == 4
 
 
+def test_a_module_left_in_training_mode_is_sampled_in_evaluation_mode() -> None:
+    model = tiny_model("qwen3")
+    config = LoraConfig(r=2, lora_dropout=0.9, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(1)
+    inject_adapter_in_model(config, model)
+    answers = []
+    for _ in range(2):
+        model.train()
+        run = Run(make_engine(model))
+        run.submit(*copies(2))
+        run.finish()
+        answers.append(run.logprobs)
+    assert answers[0] == answers[1]
+    assert not model.training
+
+
 def test_weights_that_do_not_fit_change_nothing() -> None:
     engine = make_engine(tiny_model("qwen3"))
     before = fingerprint(dict(engine._model.named_parameters()))
@@ -229,7 +246,6 @@ def test_a_request_that_is_here_is_refused_again_but_not_its_next_attempt() -> N
     first.attempt = 1
     engine.submit([first])
     engine.stop([0], [0])  # of the old attempt
-    assert engine.has_work
     assert any(isinstance(event, Progress) for event in engine.step())
 
 

@@ -101,7 +101,12 @@ def generate(model: PreTrainedModel) -> Callable[[list[list[int]], list[int]], N
 
     def run(inputs: list[list[int]], wanted: list[int]) -> None:
         config = GenerationConfig(
-            do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max(wanted), pad_token_id=0, eos_token_id=None
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=max(wanted),
+            pad_token_id=0,
+            eos_token_id=None,
         )
         ids = torch.tensor(inputs)
         criteria = StoppingCriteriaList([_Prescribed(wanted)])
@@ -119,7 +124,9 @@ def continuous(model: PreTrainedModel, longest: int) -> Callable[[list[list[int]
 
     def run(inputs: list[list[int]], wanted: list[int]) -> None:
         blocks = sum((PROMPT_TOKENS + n) // page + 2 for n in wanted)
-        config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=longest, pad_token_id=0)
+        config = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, max_new_tokens=longest, pad_token_id=0
+        )
         batching = ContinuousBatchingConfig(page_size=page, num_blocks=blocks, max_batch_tokens=256)
         with model.continuous_batching_context_manager(  # type: ignore[operator]
             generation_config=config, continuous_batching_config=batching
@@ -147,7 +154,9 @@ def compare(options: argparse.Namespace, workload: str, rival: str) -> dict[str,
     ).eval()
     run = generate(theirs) if rival == "generate" else continuous(theirs, options.longest)
     a, b = alternate(
-        lambda: timed(lambda: ours.run(inputs, wanted)), lambda: timed(lambda: run(inputs, wanted)), options.pairs
+        lambda: timed(lambda: ours.run(inputs, wanted)),
+        lambda: timed(lambda: run(inputs, wanted)),
+        options.pairs,
     )
     useful = sum(wanted)
     padding = 1 - useful / (len(wanted) * max(wanted)) if rival == "generate" else 0.0
@@ -180,7 +189,9 @@ def main(argv: Sequence[str] = ()) -> int:
     transformers_logging.set_verbosity_error()
     others = require_idle(limit=float("inf") if options.busy else 0.2)
     rows = [compare(options, w, r) for w in options.workloads for r in options.rivals]
-    machine = f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, others {others:.0%}"
+    machine = (
+        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, others {others:.0%}"
+    )
     if options.json:
         print(json.dumps({"model": options.model, "machine": machine, "rows": rows}))
         return 0

@@ -34,9 +34,7 @@ class Ratio:
         return f"{self.median:.2f}x [{self.low:.2f}, {self.high:.2f}]"
 
 
-def alternate(
-    a: Callable[[], float], b: Callable[[], float], pairs: int
-) -> tuple[list[float], list[float]]:
+def alternate(a: Callable[[], float], b: Callable[[], float], pairs: int) -> tuple[list[float], list[float]]:
     """Seconds of each, measured in pairs whose order changes from one to the next; both once before, unmeasured."""
     a(), b()
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -16,7 +16,7 @@ EOS = "<eos>"
 PAD = "<pad>"
 VOCABULARY = 512  # an upper bound; training stops when every word is one token
 PROMPT_WORDS = "Puzzle : says is a are alike different and or . Solution"
-TRACE_WORDS = "careful hasty try next true false answer"
+TRACE_WORDS = "careful hasty try true false answer"
 
 
 def task_words() -> list[str]:

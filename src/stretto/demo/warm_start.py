@@ -2,7 +2,7 @@
 
     python -m stretto.demo.warm_start --out DIR --seed 0
 
-The corpus is a mixture on purpose: about a third of its writers are careful and always right, the others
+The corpus is a mixture on purpose: less than half of its writers are careful and always right, the others
 are hasty and mostly wrong (see `stretto.tasks.knights_traces`). Imitating all of them, the model answers
 about half of the puzzles, depending on which writer it happens to start as. What pays is not in the
 corpus; reinforcement learning has to find it out, and responses get longer as it does. No puzzle of the
@@ -39,7 +39,7 @@ WARM_UP = 50  # optimiser steps
 COOL_DOWN = 0.5  # of all steps
 REPORT_EVERY = 50  # steps
 IGNORED = -100  # the label of prompts and padding
-CAREFUL_SHARE = 0.3
+CAREFUL_SHARE = 0.45
 
 
 @dataclass(frozen=True)

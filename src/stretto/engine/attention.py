@@ -50,7 +50,7 @@ def key_values(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KeyValues:
-    """Rows for the device; memory on a CPU is taken only where tokens are written."""
+    """Rows for the device; a CPU gives memory only to rows that are used."""
     if device.type == "cpu":
         return CpuKeyValues(layers, rows, length, kv_heads, head_dim, dtype)
     return TorchKeyValues(layers, rows, length, kv_heads, head_dim, dtype, device)

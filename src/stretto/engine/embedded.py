@@ -278,6 +278,8 @@ class EmbeddedEngine:
             single=np.flatnonzero(~in_span),
         )
         device = self._model.device
+        if self._model.training:  # a learner may have left the shared module so, with LoRA's dropout on
+            self._model.eval()
         with torch.inference_mode():
             self._key_values.pack(packing)
             hidden = policy.hidden_states(

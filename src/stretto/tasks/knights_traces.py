@@ -1,19 +1,20 @@
 """Reasoning traces for Knights and Knaves, as two kinds of writers would write them.
 
-Both writers try one assignment after another, `+` for a knight and `-` for a knave, and check claims
-against it. The *careful* writer checks every person's claim and answers only when all of them fit, so
-he is always right. The *hasty* writer checks the first person's claim only and answers with the first
-assignment that passes: his answers are short and mostly wrong. The first word says who is writing:
+The *careful* writer tries one assignment after another, `+` for a knight and `-` for a knave, checks
+people's claims against it, and answers only when all of them fit, so he is always right. The *hasty* writer
+answers with the first assignment that comes to his mind and checks nothing: his answers are short and
+mostly wrong. The first word says who is writing:
 
      careful knights try Ann+ Bo+ Ann+ Bo+ knave false try Ann- Bo+ Ann- Bo+ knave false Bo+ Ann- ...
-     hasty knights try Ann+ Bo+ Ann+ Bo+ knave false try Ann- Bo+ Ann- Bo+ knave false answer Ann knave ...
+     hasty knights try Ann+ Bo+ answer Ann knight Bo knight
 
 A try names everybody once. A check names the speaker, then the people that he speaks of, each with the
 kind that the try gives them, then the claim's last word, then whether the claim is true. A true claim
 of a knave or a false one of a knight refutes the try. Tries count in binary with the first person changing
 fastest, from all knights (or, less often, from all knaves): a person changes when everybody before him in
-the new try is back at the first kind. So every token follows from a few others, most of them close by: that
-is what a tiny model can learn. (Without the claim's last word it learns the verdicts several times slower.)
+the new try is back at the first kind. So after the first two words every token follows from a few others, most
+of them close by: that is what a tiny model can learn. (Without the claim's last word it learns the verdicts several
+times slower; free choices of words in every try would only hide from reinforcement learning what pays.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from stretto.tasks.knights import KINDS, Puzzle
 Writer = Literal["careful", "hasty"]
 
 KNIGHTS_FIRST_SHARE = 0.8
-NEXT_SHARE = 0.15  # of the later tries that begin with `next` instead of `try`: the only free choice of words
 
 
 def tries(people: int, first: bool) -> Iterator[tuple[bool, ...]]:
@@ -47,10 +47,8 @@ def write_trace(puzzle: Puzzle, writer: Writer, rng: random.Random) -> str:
     first = rng.random() < KNIGHTS_FIRST_SHARE
     words = [writer, f"{KINDS[first]}s"]
     for kinds in tries(people, first):
-        words.append("next" if len(words) > 2 and rng.random() < NEXT_SHARE else "try")
-        words += [mark(puzzle, person, kinds) for person in range(people)]
-        checked = range(people if writer == "careful" else 1)
-        if all(check(puzzle, speaker, kinds, words) for speaker in checked):
+        words += ["try", *(mark(puzzle, person, kinds) for person in range(people))]
+        if writer == "hasty" or all(check(puzzle, speaker, kinds, words) for speaker in range(people)):
             words.append("answer")
             for name, kind in zip(puzzle.names, kinds, strict=True):
                 words += [name, KINDS[kind]]
