@@ -27,6 +27,7 @@ def check(ledger: Ledger) -> None:
     for group, members in ledger.members.items():
         states = [State(state[i - first]) for i in members]
         if all(s in ENDED for s in states):
+            assert any(i in ledger._to_log for i in members), "an ended group is kept only until it is logged"
             continue
         unscored = sum(s not in (State.SCORED, *ENDED) for s in states)
         assert ledger.unscored[group] == unscored

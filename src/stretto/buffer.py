@@ -325,7 +325,7 @@ class Ledger:
             if request_id in self._to_log:
                 self._to_log[request_id] = rollouts[-1]
             else:
-                self.tokens.pop(request_id, None)
+                self._forget(request_id)
         for group in groups:
             del self.ready_groups[group], self.unscored[group]
         self.alive -= len(chosen)

@@ -16,7 +16,6 @@ from stretto.buffer import Ledger
 from stretto.config import Config
 from stretto.evaluation import Evaluation
 from stretto.fleet import Fleet
-from stretto.learn.learner import Learner
 from stretto.observe.metrics import Generation, Seconds, step_metrics
 from stretto.observe.progress import Reporter
 from stretto.observe.timeline import Timeline
@@ -52,7 +51,10 @@ class _Clock:
 
 
 class Recorder:
-    """Observer of one training run. `evaluate()` runs an evaluation of the weights as they are."""
+    """Observer of one training run.
+
+    `save(folder)` writes the policy and the learner's state, `evaluate()` runs an evaluation of the weights as they are.
+    """
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Recorder:
         fleet: Fleet,
         stream: PromptStream,
         workers: RewardWorkers,
-        learner: Learner,
+        save: Callable[[Path], None],
         reporter: Reporter,
         trackers: Trackers,
         evaluate: Callable[[], Evaluation] | None,
@@ -77,7 +79,7 @@ class Recorder:
         self.fleet = fleet
         self.stream = stream
         self.workers = workers
-        self.learner = learner
+        self._save = save
         self.reporter = reporter
         self.trackers = trackers
         self._evaluate = evaluate
@@ -163,7 +165,7 @@ class Recorder:
             return None
         folder = self.folder.checkpoint_folder(boundary.step)
         if not folder.exists():
-            self.folder.save_checkpoint(boundary.step, self.learner.save, boundary.in_flight, boundary.state)
+            self.folder.save_checkpoint(boundary.step, self._save, boundary.in_flight, boundary.state)
             self.folder.prune(self.config.checkpoint.keep, self.best[1] if self.best else None)
         return folder
 

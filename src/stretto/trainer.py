@@ -217,7 +217,7 @@ class _Run:
             self.fleet,
             self.stream,
             workers,
-            self.learner,
+            self._save,
             reporter,
             trackers,
             self._evaluate if inputs.test else None,
@@ -283,6 +283,10 @@ class _Run:
             before=evaluated[0] if evaluated else None,
             after=evaluated[-1] if evaluated and evaluated[-1]["step"] > 0 else None,
         )
+
+    def _save(self, folder: Path) -> None:
+        self.learner.save(folder)
+        self.inputs.tokenizer.save_pretrained(folder)
 
     def _evaluate(self) -> Evaluation:
         return evaluate_model(
