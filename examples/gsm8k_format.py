@@ -1,4 +1,4 @@
-"""A second reward beside the right number: that it is written where GSM8K writes it."""
+"""A second reward beside the right number: that the answer is stated as the system prompt asks for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-LAST_LINE = re.compile(r"####\s*-?\$?[\d,]+(\.\d+)?\s*$")
+LAST_SENTENCE = re.compile(r"[Tt]he answer is:? \$?-?\d[\d,.]*[^.]*\.?\s*$")
 
 
-def ends_in_answer(completion: str, row: Mapping[str, Any]) -> float:
-    """1 if the last line is `#### number`, whatever the number."""
-    return float(LAST_LINE.search(completion) is not None)
+def states_answer(completion: str, row: Mapping[str, Any]) -> float:
+    """1 if the response ends in "The answer is N.", whatever the number."""
+    return float(LAST_SENTENCE.search(completion) is not None)

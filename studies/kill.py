@@ -46,8 +46,8 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "stretto", *words]
 
 
-def start(run: Path) -> list[str]:
-    return command("train", "demo", *SETTINGS, "--runs", str(run.parent), "--name", run.name)
+def start(run: Path, settings: list[str] = SETTINGS) -> list[str]:
+    return command("train", "demo", *settings, "--runs", str(run.parent), "--name", run.name)
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -69,19 +69,16 @@ def compare(run: Path, reference: Path) -> list[str]:
     return [name for name, value in theirs.items() if ours[name] != value]
 
 
-def resume(run: Path) -> int:
-    """Resume until the run ends by itself; returns how often that was necessary."""
-    if not (run / "config.toml").exists():  # killed before there was a run
-        shutil.rmtree(run, ignore_errors=True)
-        subprocess.run(start(run), check=True, stdout=subprocess.DEVNULL)
-        return 0
-    subprocess.run(command("resume", str(run)), check=True, stdout=subprocess.DEVNULL)
-    return 1
+def resume(run: Path, settings: list[str] = SETTINGS) -> None:
+    """Bring a killed run to its end; one that was killed before it had a folder is begun again."""
+    exists = (run / "config.toml").exists()
+    words = command("resume", str(run)) if exists else start(run, settings)
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def at_moment(run: Path, seconds: float, number: signal.Signals) -> str:
+def at_moment(run: Path, seconds: float, number: signal.Signals, settings: list[str] = SETTINGS) -> str:
     """Start a run and send it a signal after so many seconds; returns how far it had come."""
-    process = subprocess.Popen(start(run), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(start(run, settings), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -91,14 +88,20 @@ def at_moment(run: Path, seconds: float, number: signal.Signals) -> str:
     return f"step {len(metrics.read_text().splitlines())}" if metrics.exists() else "before step 1"
 
 
-def inside_write(run: Path, kind: str) -> str:
+def inside_write(run: Path, kind: str, settings: list[str] = SETTINGS) -> str:
     """Start a run that kills itself inside a write of this kind."""
-    died = subprocess.run(
-        [sys.executable, __file__, "--victim", kind, *start(run)[3:]], stdout=subprocess.DEVNULL, check=False
-    )
+    words = [sys.executable, __file__, "--victim", kind, *start(run, settings)[3:]]
+    died = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     if died.returncode != -signal.SIGKILL:
         raise SystemExit(f"the run was to die inside a write of {kind} but ended with {died.returncode}")
     return f"inside {kind}"
+
+
+def tear(path: str) -> None:
+    """Leave of the newest write to a file its first half: of a new file, or of the last line of one that grows."""
+    content = Path(path).read_bytes()
+    start = content.rstrip(b"\n").rfind(b"\n") + 1 if path.endswith((".jsonl", "timeline.json")) else 0
+    os.truncate(path, (start + len(content)) // 2)
 
 
 def be_victim(kind: str, words: list[str]) -> None:
@@ -111,7 +114,7 @@ def be_victim(kind: str, words: list[str]) -> None:
         seen += 1
         if seen == 3:
             if kind in WRITES and os.path.isfile(path):
-                os.truncate(path, os.path.getsize(path) // 2)
+                tear(path)
             os.kill(os.getpid(), signal.SIGKILL)
 
     really_open, really_sync = os.open, os.fsync
