@@ -24,7 +24,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("kind", ["metrics", "consumed", "weights", "replace"])
+@pytest.mark.parametrize("kind", ["metrics", "weights"])
 def test_killed_inside_a_write(kind: str, undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     kill.inside_write(run, kind, SETTINGS)
