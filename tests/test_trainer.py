@@ -85,7 +85,9 @@ def test_a_run_leaves_what_the_contract_says(undisturbed: Path) -> None:
     assert load_config(undisturbed / "config.toml").steps == 3
     for kind in ("rollouts", "consumed"):
         assert len(list((undisturbed / kind).glob("*.parquet"))) == 3
-    assert {r.outcome for r in read_rollouts(undisturbed / "consumed/step-000001.parquet")} == {State.CONSUMED}
+    assert {r.outcome for r in read_rollouts(undisturbed / "consumed/step-000001.parquet")} == {
+        State.CONSUMED
+    }
     assert (undisturbed / "timeline.json").read_text().startswith("[")
     before, after = (
         load_file(f / "model.safetensors") for f in sorted((undisturbed / "checkpoints").iterdir())[-2:]
@@ -189,7 +191,8 @@ def test_an_async_run_resumes_with_what_was_in_flight(tmp_path: Path) -> None:
 
 
 def test_turns_are_trained_on_without_the_environments_words(tmp_path: Path) -> None:
-    changes = {"data.task": None, "reward.functions": [], "steps": 1, "sampling.max_new_tokens": 200}
+    changes: dict[str, Any] = {"data.task": None, "reward.functions": [], "steps": 1}
+    changes["sampling.max_new_tokens"] = 200
     config = small(tmp_path, "turns", **changes)
     result = Trainer(config, data=TwoTurn()).run()
     rollouts = read_rollouts(result.folder / "consumed/step-000001.parquet")

@@ -276,7 +276,7 @@ def doctor(*, json: Annotated[bool, FLAG] = False) -> int:
 def bench(
     name: Annotated[str, Parameter(allow_leading_hyphen=True)], /, *words: Annotated[str, WORDS]
 ) -> int:
-    """Measure the speed of a part on this machine: engine or bookkeeping. `stretto bench NAME --help` lists its options.
+    """Measure the speed of a part on this machine. `stretto bench NAME --help` lists its options.
 
     Args:
         name: "engine".

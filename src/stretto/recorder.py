@@ -53,7 +53,8 @@ class _Clock:
 class Recorder:
     """Observer of one training run.
 
-    `save(folder)` writes the policy and the learner's state, `evaluate()` runs an evaluation of the weights as they are.
+    `save(folder)` writes the policy and the learner's state, `evaluate()` runs an evaluation of the weights
+    as they are.
     """
 
     def __init__(
