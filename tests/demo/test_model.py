@@ -73,7 +73,7 @@ def test_padding_and_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_model_answers_a_part_of_the_task(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    task = KnightsAndKnaves(test_size=40, seed=1, people_weights={2: 1.0})  # short traces: a second
+    task = KnightsAndKnaves(test_size=40, seed=1, people_weights={2: 1.0})
     rows = task.rows("test")
     encoded = tokenizer(
         [row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left"
