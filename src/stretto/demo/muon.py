@@ -1,7 +1,8 @@
 """Muon: momentum whose matrices are orthogonalised before each step (Jordan et al. 2024).
 
-On the demo's warm start it needs a third of the tokens that AdamW needs. torch's own `Muon` orthogonalises in
-bfloat16, one matrix after another, which is many times slower on a CPU; this one is float32 and batched.
+In a trial of the demo's warm start its loss after 180 steps was 0.36 nats per token, AdamW's 0.94. torch's own
+`Muon` orthogonalises in bfloat16, one matrix after another, which without hardware support for bfloat16 took longer
+than the forward and backward passes; this one is float32 and batched.
 """
 
 from __future__ import annotations
