@@ -77,15 +77,23 @@ def resume(run: Path, settings: list[str] = SETTINGS) -> None:
 
 
 def at_moment(run: Path, seconds: float, number: signal.Signals, settings: list[str] = SETTINGS) -> str:
-    """Start a run and send it a signal after so many seconds; returns how far it had come."""
-    process = subprocess.Popen(start(run, settings), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(number)
-        process.wait()
+    """Start a run and send it a signal after so many seconds; returns how far it had come.
+
+    A run that has ended before is begun anew and interrupted earlier.
+    """
+    while True:
+        process = subprocess.Popen(start(run, settings), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(number)
+            process.wait()
+            break
+        shutil.rmtree(run)
+        seconds *= 0.7
     metrics = run / "metrics.jsonl"
-    return f"step {len(metrics.read_text().splitlines())}" if metrics.exists() else "before step 1"
+    made = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    return f"after {seconds:.1f} s, {made} steps made"
 
 
 def inside_write(run: Path, kind: str, settings: list[str] = SETTINGS) -> str:
