@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import random
 from typing import Literal
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.config import ScheduleConfig
-from stretto.records import State
+from stretto.records import State, WorkerDown, WorkerUp
 from tests.world import World, long_tailed
 
 
@@ -94,3 +95,22 @@ def test_any_schedule_ends_with_every_response_consumed_once(
     seen = [r.request_id for b in world.batches for r in b.rollouts]
     assert len(seen) == len(set(seen)) == 4 * prompts * samples
     assert all(b.version == i for i, b in enumerate(world.batches))
+
+
+@settings(max_examples=30, deadline=None)
+@given(kind=st.sampled_from(["synchronous", "async"]), seed=st.integers(0, 10_000))
+def test_workers_that_die_cost_no_response(kind: Literal["synchronous", "async"], seed: int) -> None:
+    """Two of three are taken for dead while they still report; one comes back, with old weights and old work."""
+    draw = random.Random(seed)
+    config = ScheduleConfig(
+        kind=kind, prompts=draw.randint(1, 4), samples=draw.randint(1, 4), max_staleness=draw.randint(0, 2)
+    )
+    slots = draw.randint(1, 6)
+    world = World(config, length=long_tailed(seed), workers=3, slots=slots, max_new_tokens=300)
+    died = draw.uniform(0.1, 5.0)
+    world.runtime.post(WorkerDown(1), delay=draw.uniform(0.1, 5.0))
+    world.runtime.post(WorkerDown(2), delay=died)
+    world.runtime.post(WorkerUp(2, slots, 0), delay=died + draw.uniform(0.1, 5.0))
+    world.run(5)
+    seen = [r.request_id for b in world.batches for r in b.rollouts]
+    assert len(seen) == len(set(seen)) == 5 * config.prompts * config.samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import pytest
 from safetensors.torch import load_file
 
 import stretto
-from stretto.config import Config, load_config
+from stretto.config import Config, DataConfig, load_config
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.observe.progress import SilentReporter
 from stretto.records import State
+from stretto.run_folder import RunFolder
 from stretto.trainer import RunResult, Trainer
 from tests.tasks.two_turn import TwoTurn
 
@@ -161,6 +163,31 @@ def test_a_folder_that_exists_is_not_touched(undisturbed: Path) -> None:
 def test_resume_refuses_to_become_another_run(undisturbed: Path) -> None:
     with pytest.raises(StrettoError, match=r"learner\.learning_rate"):
         Trainer.resume(undisturbed, {"learner.learning_rate": 1.0})
+
+
+def later_is_better(completion: str, row: Mapping[str, Any]) -> float:
+    return time.time()
+
+
+def test_a_run_goes_back_to_before_its_best_checkpoint(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"steps": 4, "eval.enabled": True, "eval.limit": 1, "eval.every": 2}
+    changes["reward.functions"] = [f"{__file__}:later_is_better"]
+    folder = Trainer(small(tmp_path, "back", **changes)).run().folder
+    steps = RunFolder.open(folder).checkpoint_steps
+    assert steps() == [3, 4]  # at step 3 the best was step 2, which step 4 has replaced
+    Trainer.resume(folder, step=3).run()
+    assert steps() == [3, 4]
+    assert (folder / "best").resolve().name == "step-000004"
+
+
+def test_resume_with_other_data_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    config = small(tmp_path, "data").model_copy(update={"data": DataConfig()})
+    rows = [{"prompt": f"Ann says Bo is a knave . {i}"} for i in range(3)]
+    folder = Trainer(config, data=rows).run().folder
+    before = sorted(p.relative_to(folder) for p in folder.rglob("*"))
+    with pytest.raises(StrettoError, match="not those that the run was begun with"):
+        Trainer.resume(folder, step=2, data=rows[:2]).run()
+    assert sorted(p.relative_to(folder) for p in folder.rglob("*")) == before
 
 
 def test_async_trains_with_weights_of_its_own_and_reports_its_staleness(tmp_path: Path) -> None:

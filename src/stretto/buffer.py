@@ -6,8 +6,8 @@ schedule's decisions. Indexes that `apply` maintains keep a schedule's work prop
 torch, no clock, no I/O.
 
     PENDING -> RUNNING -> FINISHED -> SCORED -> CONSUMED
-               RUNNING -> PARKED (tokens kept) | PENDING (tokens dropped)   RUNNING -> WAITING -> PENDING
-               (turns)
+               RUNNING -> PARKED (tokens kept) | PENDING (tokens dropped)
+               RUNNING -> WAITING (for the environment) -> PENDING | FINISHED
 """
 
 from __future__ import annotations
@@ -83,12 +83,9 @@ class Ledger:
         self.next_group = 0
         self.generated_tokens = 0  # ever, whatever became of them
         self.alive = 0  # admitted, neither CONSUMED nor DISCARDED
-        self.counters = dict.fromkeys(
-            ("stale_events", "discarded_tokens", "reward_errors", "reward_timeouts"), 0
-        )
-        self._to_log: OrderedDict[int, Rollout | None] = (
-            OrderedDict()
-        )  # scored since the last `take_finished`
+        names = ("stale_events", "discarded_tokens", "reward_errors", "reward_timeouts")
+        self.counters = dict.fromkeys(names, 0)
+        self._to_log: dict[int, Rollout | None] = {}  # scored since the last `take_finished`
         self.view = LedgerView(self)
 
     # ---- results ------------------------------------------------------------------------------------
@@ -149,15 +146,11 @@ class Ledger:
         c.first_version[rows] = np.where(c.first_version[rows] < 0, event.version, c.first_version[rows])
         if event.token_ids is None or event.logprobs is None or event.raw_logprobs is None:
             return
-        token_ids, logprobs, raw = (
-            event.token_ids.tolist(),
-            event.logprobs.tolist(),
-            event.raw_logprobs.tolist(),
-        )
+        token_ids, logprobs = event.token_ids.tolist(), event.logprobs.tolist()
+        raw = event.raw_logprobs.tolist()
         start = 0
-        for request_id, count, keep in zip(
-            event.ids.tolist(), event.counts.tolist(), known.tolist(), strict=True
-        ):
+        columns = zip(event.ids.tolist(), event.counts.tolist(), known.tolist(), strict=True)
+        for request_id, count, keep in columns:
             stop = start + count
             if keep:
                 self._tokens(request_id).extend(
@@ -175,9 +168,8 @@ class Ledger:
         row = event.id - self.first_id
         c = self.columns
         del self.running[int(c.worker[row])][event.id]
-        c.state[row] = (
-            State.WAITING if self.multi_turn and event.reason == FinishReason.STOP else State.FINISHED
-        )
+        turn_ended = self.multi_turn and event.reason == FinishReason.STOP
+        c.state[row] = State.WAITING if turn_ended else State.FINISHED
         c.finish_reason[row] = event.reason
         c.finished_at[row] = self.now()
         return self.rollout(event.id)
@@ -275,9 +267,8 @@ class Ledger:
         for request_id in ids:
             row = request_id - self.first_id
             if request_id not in self.waiting:
-                raise ValueError(
-                    f"request {request_id} is {State(c.state[row]).name}, not waiting: it cannot start"
-                )
+                state = State(c.state[row]).name
+                raise ValueError(f"request {request_id} is {state}, not waiting: it cannot start")
             del self.waiting[request_id]
             self.running[worker][request_id] = None
             c.state[row] = State.RUNNING
@@ -291,9 +282,7 @@ class Ledger:
         return requests
 
     def stop(self, ids: Sequence[int], keep: bool) -> dict[int, tuple[list[int], list[int]]]:
-        """Mark running requests to be let go; returns worker -> (ids, attempts). What is not running is
-        left out.
-        """
+        """Mark running requests to be let go; returns worker -> (ids, attempts), without what is not running."""
         by_worker: dict[int, tuple[list[int], list[int]]] = {}
         for request_id in ids:
             row = request_id - self.first_id
@@ -341,11 +330,9 @@ class Ledger:
         return self.columns.rollout(row, request_id, prompt, self.tokens.get(request_id) or Tokens())
 
     def take_finished(self) -> list[Rollout]:
-        """The responses scored since the last call, as they stand; the ledger then forgets the consumed
-        ones.
-        """
+        """The responses scored since the last call, as they stand, by id; the consumed ones are then forgotten."""
         finished = []
-        for request_id, rollout in self._to_log.items():
+        for request_id, rollout in sorted(self._to_log.items()):
             finished.append(rollout or self.rollout(request_id))
             if rollout is not None:
                 self._forget(request_id)

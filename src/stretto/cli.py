@@ -279,7 +279,7 @@ def bench(
     """Measure the speed of a part on this machine. `stretto bench NAME --help` lists its options.
 
     Args:
-        name: "engine".
+        name: "engine" or "bookkeeping".
         *words: The benchmark's own options.
     """
     if name in ("-h", "--help"):

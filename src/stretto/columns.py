@@ -108,7 +108,8 @@ class Columns:
             attempt=int(self.attempt[row]),
             group=int(self.group[row]),
             prompt_ids=prompt.token_ids,
-            token_ids=tokens.token_ids() if tokens else np.empty(0, np.int64),
+            # A simulated engine leaves tokens out; that there are so many is what it needs to go on.
+            token_ids=tokens.token_ids() if tokens else np.zeros(self.length[row], np.int64),
             turn_start=int(self.turn_start[row]),
             key=int(self.key[row]),
             sampling=sampling,

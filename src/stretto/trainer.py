@@ -175,12 +175,8 @@ class _Run:
         reporter: Reporter,
         stack: ExitStack,
     ) -> None:
-        self.config = config
-        self.inputs = inputs
-        self.workers = workers
-        self.runtime = runtime
-        self.folder = folder
-        self.reporter = reporter
+        self.config, self.inputs, self.workers = config, inputs, workers
+        self.runtime, self.folder, self.reporter = runtime, folder, reporter
         self.schedule = make_schedule(config.schedule)
         shared = not self.schedule.overlaps and config.fleet.weights != "copy"
         self.model = load_model(config.model)
@@ -225,20 +221,17 @@ class _Run:
         stop = config.reward.on_error == "stop"
         self.grader = Grader(workers, inputs.tokenizer, runtime.post, stop_on_error=stop)
         runtime.local, runtime.expecting = self.fleet, lambda: self.grader.outstanding > 0
-        self.before: Mapping[str, Any] | None = None
         self.unanswered: list[Rollout] = []
 
     def begin(self) -> None:
         """Step 0: the evaluation before the first update."""
-        if self.inputs.test:
-            self.before = self.recorder.evaluation(0)
-        self.recorder.begin(self.before or {})
+        self.recorder.begin(self.recorder.evaluation(0) if self.inputs.test else {})
 
     def restore(self, step: int | None) -> None:
         """Back to the newest checkpoint; what is later is written again."""
         checkpoint = self.folder.newest_checkpoint(step)
-        self.folder.rewind(checkpoint.step if checkpoint else -1)
         if checkpoint is None:
+            self.folder.rewind(-1)
             self.reporter.message(f"{self.folder.path} has no checkpoint yet: it starts from the beginning")
             self.begin()
             return
@@ -248,8 +241,12 @@ class _Run:
         self.unanswered = self.ledger.load_state_dict(state["ledger"], in_flight)
         self.stream.load_state_dict(state["prompts"])
         self.schedule.load_state_dict(state["schedule"])
-        self.recorder.best = tuple(state["best"]) if state["best"] else None
-        self.folder.prune(self.config.checkpoint.keep, state["best"][1] if state["best"] else None)
+        # Only now is anything removed: what is wrong with data or checkpoint has been said above.
+        self.folder.rewind(checkpoint.step)
+        best = state["best"]
+        if best and best[1] in self.folder.checkpoint_steps():  # else a later one replaced it, and is rewound
+            self.recorder.best = (best[0], best[1])
+        self.folder.prune(self.config.checkpoint.keep, self.recorder.best[1] if self.recorder.best else None)
         self.runtime.continue_from(state["elapsed"])
         self.recorder.resumed()
         self.reporter.message(f"goes on from step {checkpoint.step}")

@@ -257,6 +257,7 @@ def test_everything_wrong_is_said_at_once() -> None:
         ({"fleet.weights": "shared", "schedule.kind": "async"}, ["fleet.weights", "overlap", '"copy"']),
         ({"sampling.temperature": 0}, ["sampling.temperature = 0", "eval.temperature"]),
         ({"schedule.samples": 1}, ["schedule.samples = 1", "2 or more"]),
+        ({"schedule.kind": "async", "schedule.max_concurrent": 7}, ["max_concurrent = 7", "at least 8"]),
         ({"learner.old_logprobs": "behaviour"}, ["deterministic = true", '"recompute"']),
         ({"sampling.max_new_tokens": 100, "engine.max_model_len": 100}, ["at most 99"]),
         (

@@ -136,6 +136,23 @@ def test_a_million_lines_neither_block_nor_flood(
     assert "not shown" in caplog.messages[-1]
 
 
+def test_why_a_response_has_no_reward_is_said_once_for_each_reason(
+    pool: Callable[..., Pool], caplog: pytest.LogCaptureFixture
+) -> None:
+    pool(functions.by_completion).scores("nan", "good", "nan", "none", "leave", "nan")
+    for reason in ("(invalid): by_completion returned nan", "returned None", "(error): by_completion: the worker"):
+        assert caplog.text.count(reason) == 1
+
+
+def test_only_so_many_reasons_are_said(pool: Callable[..., Pool], caplog: pytest.LogCaptureFixture) -> None:
+    def complain(completion: str, row: object) -> float:
+        raise ValueError(completion)
+
+    assert {s.status for s in pool(complain).scores(*map(str, range(8)))} == {"error"}
+    assert caplog.text.count("a response has no reward") == 5
+    assert caplog.messages[-1].endswith("further reasons are not shown")
+
+
 def test_metrics_count_and_reset(pool: Callable[..., Pool]) -> None:
     made = pool(functions.by_completion)
     made.scores("good", "nan", "leave", "good")

@@ -111,9 +111,10 @@ def generate(model: PreTrainedModel) -> Callable[[list[list[int]], list[int]], N
         ids = torch.tensor(inputs)
         criteria = StoppingCriteriaList([_Prescribed(wanted)])
         with torch.inference_mode():
-            model.generate(  # type: ignore[operator]
+            made = model.generate(  # type: ignore[operator]
                 ids, attention_mask=torch.ones_like(ids), generation_config=config, stopping_criteria=criteria
             )
+        assert made.shape[1] == PROMPT_TOKENS + max(wanted), "it must not end before the longest one"
 
     return run
 
@@ -131,12 +132,14 @@ def continuous(model: PreTrainedModel, longest: int) -> Callable[[list[list[int]
         with model.continuous_batching_context_manager(  # type: ignore[operator]
             generation_config=config, continuous_batching_config=batching
         ) as manager:
-            for ids, n in zip(inputs, wanted, strict=True):
-                manager.add_request(ids, max_new_tokens=n, eos_token_id=-1)
+            for i, (ids, n) in enumerate(zip(inputs, wanted, strict=True)):
+                manager.add_request(ids, request_id=str(i), max_new_tokens=n, eos_token_id=-1)
             left = len(inputs)
             while left:
                 result = manager.get_result(timeout=1)
-                left -= result is not None and result.is_finished()
+                if result is not None and result.is_finished():
+                    assert len(result.generated_tokens) == wanted[int(result.request_id)]
+                    left -= 1
 
     return run
 
@@ -152,6 +155,7 @@ def compare(options: argparse.Namespace, workload: str, rival: str) -> dict[str,
     theirs: Any = AutoModelForCausalLM.from_pretrained(
         location(config.path), dtype=torch.float32, attn_implementation=attention
     ).eval()
+    theirs.generation_config.eos_token_id = None  # `generate` falls back to it: lengths are prescribed here
     run = generate(theirs) if rival == "generate" else continuous(theirs, options.longest)
     a, b = alternate(
         lambda: timed(lambda: ours.run(inputs, wanted)),

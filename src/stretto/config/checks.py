@@ -56,6 +56,12 @@ def run(config: Config) -> None:
             "schedule.samples = 1: an advantage is relative to the other responses to the prompt; "
             "use 2 or more"
         )
+    limit = schedule.max_concurrent
+    if limit is not None and limit < schedule.samples:
+        raise StrettoError(
+            f"schedule.max_concurrent = {limit} is less than schedule.samples = {schedule.samples}: a group is "
+            f"admitted whole, so none ever would be; use at least {schedule.samples}"
+        )
     if config.deterministic and config.learner.old_logprobs == "behaviour":
         raise StrettoError(
             'learner.old_logprobs = "behaviour" with deterministic = true: the engine\'s log-probs change in '

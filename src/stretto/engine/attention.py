@@ -20,6 +20,8 @@ from stretto.model import Attend
 from stretto.records import BoolArray, FloatArray, IntArray
 from stretto.sampling import kernel
 
+BLOCK = 64  # positions whose keys lie together
+PARALLEL_WORK = 1 << 17  # positions times heads that one thread attends to in about two milliseconds
 SPAN = 32  # from this many new tokens of one request on, matrix products beat the exact-length kernel
 
 
@@ -59,7 +61,8 @@ def key_values(
 class CpuKeyValues:
     """Single tokens attend over their exact lengths in a compiled kernel; long runs use torch's attention.
 
-    Keys lie transposed, (row, head, D, length), so that scores and outputs are both sums of contiguous vectors.
+    Keys lie in blocks, (row, head, block, D, BLOCK), so that scores and outputs are both sums of contiguous vectors and
+    memory is read from one end to the other.
     One (token, head) is computed by one thread in a fixed order: the result depends on nothing packed beside it.
     bfloat16 models keep keys and values in float32, for which the processor has vector arithmetic.
     """
@@ -70,13 +73,23 @@ class CpuKeyValues:
         self, layers: int, rows: int, length: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.keys = [torch.empty(rows, kv_heads, head_dim, length, dtype=self.dtype) for _ in range(layers)]
-        self.values = [torch.empty(rows, kv_heads, length, head_dim, dtype=self.dtype) for _ in range(layers)]
-        self._arrays = [(k.numpy(), v.numpy()) for k, v in zip(self.keys, self.values, strict=True)]
+        number = np.float64 if dtype == torch.float64 else np.float32
+        blocks = -(-length // BLOCK)
+        shapes = (rows, kv_heads, blocks, head_dim, BLOCK), (rows, kv_heads, length, head_dim)
+        # numpy asks the kernel for huge pages where torch does not: the reads are spread over many pages.
+        self._arrays = [(np.empty(shapes[0], number), np.empty(shapes[1], number)) for _ in range(layers)]
+        self.keys = [torch.from_numpy(keys) for keys, _ in self._arrays]
+        self.values = [torch.from_numpy(values) for _, values in self._arrays]
+        self.heads = kv_heads
+        self._exponential = _exponential(self.dtype)
 
     def pack(self, packing: Packing) -> None:
         self._packing = packing
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+        # Torch's idle threads spin for about a millisecond after each of its operations, and so get in the way of
+        # ours: a second thread pays only where there is more than that to do.
+        much = int(packing.position[packing.single].sum()) * self.heads > PARALLEL_WORK
+        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) if much else 1  # type: ignore[attr-defined]
+        numba.set_num_threads(threads)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -89,7 +102,8 @@ class CpuKeyValues:
         _store(keys, values, *place, k.numpy(), v.numpy())
         scale_of_dtype = keys.dtype.type(scale)
         if packing.single.size:
-            _attend(keys, values, *place, packing.single, q.numpy(), scale_of_dtype, out.numpy())
+            how = (scale_of_dtype, self._exponential)
+            _attend(keys, values, *place, packing.single, q.numpy(), *how, out.numpy())
         for begin, end in packing.spans:
             out[begin:end] = self._attend_span(layer, begin, end, q[begin:end], scale)
         return out[None].to(query.dtype)
@@ -102,9 +116,16 @@ class CpuKeyValues:
         row, shared_row = int(packing.row[begin]), int(packing.shared_row[begin])
         keys, values = self.keys[layer], self.values[layer]
         own = stop - shared
-        k = torch.cat([keys[shared_row, :, :, :shared], keys[row, :, :, :own]], dim=2).transpose(1, 2)
+        k = torch.cat([_unblocked(keys[shared_row], shared), _unblocked(keys[row], own)], dim=1)
         v = torch.cat([values[shared_row, :, :shared], values[row, :, :own]], dim=1)
         return causal_attention(q, k, v, scale)
+
+
+def _unblocked(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """The first `count` keys of a row, (Hkv, count, D), from their blocks (Hkv, blocks, D, BLOCK)."""
+    heads, _, size, _ = keys.shape
+    used = keys[:, : -(-count // BLOCK)]
+    return used.transpose(2, 3).reshape(heads, -1, size)[:, :count]
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -206,37 +227,92 @@ def _store(
             to, at = shared_row[t], position[t]
         for h in range(heads):
             for d in range(size):
-                keys[to, h, d, at] = new_keys[t, h, d]
+                keys[to, h, at // BLOCK, d, at % BLOCK] = new_keys[t, h, d]
                 values[to, h, at, d] = new_values[t, h, d]
 
 
-# Both inner loops run from 0 over contiguous vectors: numba turns only such loops into vector instructions,
-# since an index that might be negative would count from the end.
+# Inner loops run from 0 over contiguous vectors: numba turns only such loops into vector instructions, since an
+# index that might be negative would count from the end. Whole arrays are handed over, since every slice that one
+# function passes to another is counted as a reference.
 
 
 @kernel(fastmath=True)
-def _score(keys: FloatArray, query: FloatArray, scores: FloatArray) -> None:
-    """Add the products of `query` (D,) with the first n of `keys` (D, length) to `scores` (n,)."""
+def _score(
+    keys: FloatArray, row: int, head: int, query: FloatArray, scores: FloatArray, count: int, largest: float
+) -> float:
+    """Set the first `count` scores to `query` (D,) times the row's keys; returns their maximum, or `largest`."""
     size = query.size
-    for d in range(0, size - 3, 4):
-        a, b, c, e = query[d], query[d + 1], query[d + 2], query[d + 3]
-        for j in range(scores.size):
-            scores[j] += a * keys[d, j] + b * keys[d + 1, j] + c * keys[d + 2, j] + e * keys[d + 3, j]
-    for d in range(size - size % 4, size):
-        for j in range(scores.size):
-            scores[j] += query[d] * keys[d, j]
+    for block in range((count + BLOCK - 1) // BLOCK):
+        lines = keys[row, head, block]
+        part = scores[block * BLOCK : min(count, (block + 1) * BLOCK)]
+        for j in range(part.size):
+            part[j] = query[0] * lines[0, j]
+        for d in range(1, size - 3, 4):
+            a, b, c, e = query[d], query[d + 1], query[d + 2], query[d + 3]
+            for j in range(part.size):
+                part[j] += a * lines[d, j] + b * lines[d + 1, j] + c * lines[d + 2, j] + e * lines[d + 3, j]
+        for d in range(size - (size - 1) % 4, size):
+            for j in range(part.size):
+                part[j] += query[d] * lines[d, j]
+    for j in range(count):
+        largest = max(largest, scores[j])
+    return largest
 
 
 @kernel(fastmath=True)
-def _gather(values: FloatArray, weights: FloatArray, out: FloatArray) -> None:
-    """Add the first n of `values` (length, D), weighted by `weights` (n,), to `out` (D,)."""
-    for j in range(0, weights.size - 3, 4):
+def _exponentials(
+    scores: FloatArray,
+    count: int,
+    largest: float,
+    bits: IntArray,
+    coefficients: FloatArray,
+    shift: int,
+    bias: int,
+) -> float:
+    """Replace the first `count` scores by exp(score - largest) and return their sum.
+
+    exp(x) = 2**m * 2**f with m whole and |f| <= 1/2; 2**f is a polynomial, 2**m is written as a float's bits (`bits`
+    is room for integers of the same size). The library's exp would be called number by number, and take most of
+    the attention's time.
+    """
+    kind, whole = scores.dtype.type, bits.dtype.type
+    lowest = kind(2 - bias)  # of the exponents that a normal float has
+    values, powers = np.empty_like(scores), bits.view(scores.dtype)
+    for j in range(count):
+        power = max((scores[j] - largest) * coefficients[0], lowest)
+        exponent = math.floor(power + kind(0.5))
+        bits[j] = (whole(exponent) + whole(bias)) << whole(shift)
+        scores[j] = power - exponent
+        values[j] = coefficients[1]
+    for c in range(2, coefficients.size):
+        coefficient = coefficients[c]
+        for j in range(count):
+            values[j] = values[j] * scores[j] + coefficient
+    total = kind(0)
+    for j in range(count):
+        scores[j] = values[j] * powers[j]
+        total += scores[j]
+    return total
+
+
+@kernel(fastmath=True)
+def _gather(
+    values: FloatArray, row: int, head: int, weights: FloatArray, count: int, out: FloatArray
+) -> None:
+    """Add the row's first `count` values, weighted by `weights`, to `out` (D,)."""
+    whole = count - count % 4
+    for j in range(0, whole, 4):
         a, b, c, e = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
         for d in range(out.size):
-            out[d] += a * values[j, d] + b * values[j + 1, d] + c * values[j + 2, d] + e * values[j + 3, d]
-    for j in range(weights.size - weights.size % 4, weights.size):
+            out[d] += (
+                a * values[row, head, j, d]
+                + b * values[row, head, j + 1, d]
+                + c * values[row, head, j + 2, d]
+                + e * values[row, head, j + 3, d]
+            )
+    for j in range(whole, count):
         for d in range(out.size):
-            out[d] += weights[j] * values[j, d]
+            out[d] += weights[j] * values[row, head, j, d]
 
 
 @kernel(parallel=True, fastmath=True)
@@ -250,35 +326,47 @@ def _attend(
     single: IntArray,
     query: FloatArray,
     scale: float,
+    exponential: tuple[IntArray, FloatArray, int, int],
     out: FloatArray,
 ) -> None:
     """Softmax attention of the `single` tokens: query and out (T, H, D), over positions 0 .. position."""
     group = query.shape[1] // keys.shape[1]
-    # Heads outside, tokens inside: threads get equal shares of long and short, and siblings,
-    # which are packed together, read their prompt's keys while these are in the cache.
-    for item in numba.prange(single.size * query.shape[1]):
-        t, h = single[item % single.size], item // single.size
+    room, coefficients, shift, bias = exponential
+    longest = 1
+    for i in range(single.size):
+        longest = max(longest, position[single[i]] + BLOCK)
+    # Heads outside, tokens inside: siblings, which are packed together, read their prompt's keys while these
+    # are in the cache.
+    for h in numba.prange(query.shape[1]):
         head = h // group
-        end = position[t] + 1
-        middle = min(shared[t], end)
-        scaled = np.empty(query.shape[2], query.dtype)
-        mixed = np.zeros(query.shape[2], query.dtype)
-        for d in range(scaled.size):
-            scaled[d] = query[t, h, d] * scale
-        scores = np.zeros(end, query.dtype)
-        _score(keys[shared_row[t], head], scaled, scores[:middle])
-        _score(keys[row[t], head], scaled, scores[middle:])
-        largest = scores[0]
-        for j in range(end):
-            largest = max(largest, scores[j])
-        total = largest - largest
-        for j in range(end):
-            scores[j] = math.exp(scores[j] - largest)
-            total += scores[j]
-        _gather(values[shared_row[t], head], scores[:middle], mixed)
-        _gather(values[row[t], head], scores[middle:], mixed)
-        for d in range(scaled.size):
-            out[t, h, d] = mixed[d] / total
+        ours, theirs = np.empty(longest, query.dtype), np.empty(longest, query.dtype)
+        bits = np.empty(longest, room.dtype)
+        scaled, mixed = np.empty(query.shape[2], query.dtype), np.empty(query.shape[2], query.dtype)
+        for i in range(single.size):
+            t = single[i]
+            middle = min(shared[t], position[t] + 1)
+            own = position[t] + 1 - middle
+            for d in range(scaled.size):
+                scaled[d] = query[t, h, d] * scale
+                mixed[d] = 0
+            largest = _score(keys, shared_row[t], head, scaled, theirs, middle, -np.inf)
+            largest = _score(keys, row[t], head, scaled, ours, own, largest)
+            total = _exponentials(theirs, middle, largest, bits, coefficients, shift, bias)
+            total += _exponentials(ours, own, largest, bits, coefficients, shift, bias)
+            _gather(values, shared_row[t], head, theirs, middle, mixed)
+            _gather(values, row[t], head, ours, own, mixed)
+            for d in range(scaled.size):
+                out[t, h, d] = mixed[d] / total
+
+
+def _exponential(dtype: torch.dtype) -> tuple[IntArray, FloatArray, int, int]:
+    """For `_exponentials`: integers of the float's size, log2(e) and the Taylor coefficients of 2**f from the highest
+    on (error below 1e-8, or 1e-17), where a float keeps its exponent, and the exponent's bias.
+    """
+    size, degree, shift, bias = (64, 13, 52, 1023) if dtype == torch.float64 else (32, 7, 23, 127)
+    taylor = [math.log(2) ** k / math.factorial(k) for k in range(degree, -1, -1)]
+    coefficients = np.array([1 / math.log(2), *taylor], f"float{size}")
+    return np.empty(0, f"int{size}"), coefficients, shift, bias
 
 
 def compile_kernels(dtype: torch.dtype) -> None:

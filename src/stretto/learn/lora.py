@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -110,7 +111,11 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     if not file.exists():
         raise StrettoError(f"{file} is missing: was this checkpoint written without model.lora?")
-    saved = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(file).items()}
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise StrettoError(f"{file} cannot be read: {error}") from error
+    saved = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
     own = {name: tuple(tensor.shape) for name, tensor in peft.get_peft_model_state_dict(model).items()}
     found = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if own != found:

@@ -36,6 +36,7 @@ START_TIMEOUT = 120.0  # seconds to import the user's modules
 GRACE = 0.5  # seconds in which a worker whose time is up may report where it was
 MAX_BATCH = 32  # completions in one call of a function that takes several
 MAX_LINES = 1000  # of the workers' output that are logged
+MAX_FAILURES = 5  # failed rewards whose reason is logged
 
 Post = Callable[[Event], None]
 
@@ -103,6 +104,7 @@ class RewardWorkers:
         self.serials = 0
         self.counts: Counter[str] = Counter()  # since the last `metrics()`
         self.totals: Counter[str] = Counter()
+        self.reasons: set[str] = set()  # of failed rewards, that were said
         self.failed_turns: dict[tuple[Post, int], Failure] = {}
         self.processes: dict[int, WorkerProcess] = {}
         started: list[Future[None]] = [Future() for _ in range(self.size)]
@@ -324,6 +326,8 @@ class RewardWorkers:
             item.post(Observed(item.job.id, token_ids, done=text is None))
         else:
             self.count(status)
+            if status != "ok":
+                self.explain(status, str(reply["message"]))
             item.post(
                 Scored(item.job.id, float(reply["reward"]), status, reply["parts"], str(reply["message"]))
             )
@@ -335,6 +339,7 @@ class RewardWorkers:
             item.post(Observed(item.job.id, np.empty(0, np.int64), done=True))
         else:
             self.count(failure.status)
+            self.explain(failure.status, failure.message)
             item.post(Scored(item.job.id, math.nan, failure.status, {}, failure.message))
 
     def count(self, name: str, by: int = 1) -> int:
@@ -342,6 +347,21 @@ class RewardWorkers:
             self.counts[name] += by
             self.totals[name] += by
             return self.totals[name]
+
+    def explain(self, status: str, reason: str) -> None:
+        """Log why a response has no reward: the first `MAX_FAILURES` reasons, each once."""
+        with self.changed:
+            if reason in self.reasons or len(self.reasons) >= MAX_FAILURES:
+                return
+            self.reasons.add(reason)
+            last = len(self.reasons) == MAX_FAILURES
+        logger.warning(
+            "a response has no reward (%s): %s (said once; counted in reward/%s)%s",
+            status,
+            reason,
+            status,
+            "; further reasons are not shown" if last else "",
+        )
 
     def show(self, line: str) -> None:
         """Log a line that a reward printed, up to `MAX_LINES` of them."""
