@@ -140,7 +140,11 @@ def test_why_a_response_has_no_reward_is_said_once_for_each_reason(
     pool: Callable[..., Pool], caplog: pytest.LogCaptureFixture
 ) -> None:
     pool(functions.by_completion).scores("nan", "good", "nan", "none", "leave", "nan")
-    for reason in ("(invalid): by_completion returned nan", "returned None", "(error): by_completion: the worker"):
+    for reason in (
+        "(invalid): by_completion returned nan",
+        "returned None",
+        "(error): by_completion: the worker",
+    ):
         assert caplog.text.count(reason) == 1
 
 
