@@ -181,3 +181,13 @@ def test_starting_what_is_not_waiting_is_refused() -> None:
     book.start([0], worker=0)
     with pytest.raises(ValueError, match="request 0 is RUNNING"):
         book.start([0], worker=1)
+
+
+def test_an_observation_must_leave_room_in_the_context() -> None:
+    book = Ledger(SamplingParams(max_new_tokens=100), multi_turn=True, max_model_len=3 + 5)
+    book.apply([WorkerUp(0, 8, 0)])
+    book.admit([(prompt(0), 0)], 1)
+    (first,) = book.start([0], worker=0)
+    book.apply([progress([first], [[1, 2]]), Finished(0, 0, 1, FinishReason.STOP)])
+    (finished,) = book.apply([Observed(0, np.array([30, 31, 32]), done=False)])
+    assert finished.finish_reason == FinishReason.LENGTH

@@ -70,7 +70,6 @@ def test_every_field_changes_the_key_and_none_runs_into_the_next() -> None:
     variants: list[tuple[Any, ...]] = [
         (1, *base[1:]),
         (0, Purpose.EVAL, *base[2:]),
-        (0, Purpose.WARM_UP, *base[2:]),
         (*base[:2], "a", *base[3:]),
         (*base[:2], 'ab",1', *base[3:]),
         *((*base[:i], base[i] + 10, *base[i + 1 :]) for i in range(3, 7)),

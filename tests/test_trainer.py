@@ -280,3 +280,32 @@ def test_evaluation_comes_out_again(tmp_path: Path) -> None:
             assert found[key] == expected[key], (checkpoint, key)
     with pytest.raises(StrettoError, match="step 7"):
         stretto.evaluate(config, run=result.folder, checkpoint="step-7")
+
+
+class KillInEvaluation(SilentReporter):
+    """Sends SIGTERM while the evaluation after step 1 is under way."""
+
+    def __init__(self) -> None:
+        self._armed = False
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        self._armed = metrics["step"] == 1
+
+    def rollout(self, done: int, total: int, tokens: int) -> None:
+        if self._armed and total == 5 and done:  # the held-out rows; a step has 6 responses
+            self._armed = False
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_evaluation_that_was_broken_off_is_made_on_resume(tmp_path: Path) -> None:
+    changes = {"eval.enabled": True, "eval.limit": 5, "eval.every": 1, "steps": 2, "checkpoint.every": 10}
+    whole = Trainer(small(tmp_path, "whole", **changes)).run().folder
+    broken = Trainer(small(tmp_path, "broken", **changes), reporter=KillInEvaluation()).run()
+    assert (broken.interrupted, broken.steps) == (True, 1)
+    assert [line["step"] for line in metrics(broken.folder)] == [0]
+    Trainer.resume(broken.folder).run()
+    keys = ("step", "eval/accuracy", "eval/response_length/mean", "reward/mean")
+    assert [[line.get(k) for k in keys] for line in metrics(broken.folder)] == [
+        [line.get(k) for k in keys] for line in metrics(whole)
+    ]
+    assert_same_run(whole, broken.folder)

@@ -14,7 +14,6 @@ from stretto.engine.simulated import SimulatedEngine, StepCost
 from stretto.fleet.in_process import InProcessFleet
 from stretto.records import (
     Event,
-    Loaded,
     Prompt,
     Request,
     Rollout,
@@ -104,7 +103,7 @@ class World:
         self.runtime.post(Updated(self.version), self.train_seconds)
 
     def publish(self) -> WeightsRef:
-        return WeightsRef(self.version, "copy", "")
+        return WeightsRef(self.version, "copy", {})
 
     def harvested(self, batch: UpdateBatch) -> None:
         self.batches.append(batch)
@@ -112,9 +111,9 @@ class World:
     def updated(self, event: Updated) -> None:
         self.ledger.take_finished()
 
-    def published(self) -> None: ...
+    def publishing(self) -> None: ...
 
-    def loaded(self, event: Loaded) -> None: ...
+    def published(self) -> None: ...
 
 
 def long_tailed(seed: int, cap: int = 1000) -> Callable[[Request], int]:

@@ -29,13 +29,21 @@ class Inputs:
     train: list[Prompt]
     test: list[Prompt]
     max_model_len: int
+    warnings: list[str]
+
+
+def available_cores() -> int:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def settle_process(config: Config) -> None:
     """Torch's threads as configured (`deterministic` needs their number fixed, since sums depend on it), and none of
     transformers' own progress bars, which would tear ours.
     """
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.threads or available_cores())
     transformers_logging.disable_progress_bar()
 
 
@@ -50,7 +58,13 @@ def read_inputs(config: Config, source: Any = None) -> Inputs:
         data.test, tokenizer, config.data, max_model_len=limit, name=f"{data.name} (held out)"
     )
     needed = max(len(p.token_ids) for p in (*train, *test)) + config.sampling.max_new_tokens
-    return Inputs(tokenizer, data, train, test, min(needed, limit))
+    warnings = []
+    if needed > limit:
+        warnings.append(
+            f"the longest prompt and sampling.max_new_tokens = {config.sampling.max_new_tokens} make {needed} tokens, "
+            f"but the context has {limit}: responses to long prompts end there"
+        )
+    return Inputs(tokenizer, data, train, test, min(needed, limit), warnings)
 
 
 def _context(config: Config) -> int:

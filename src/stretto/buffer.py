@@ -1,9 +1,8 @@
 """The rollout buffer: the ledger that owns the state of every request.
 
-Numpy columns indexed by a dense, never reused request id hold the only copy that counts; engines hold
-working copies. There is one writer of results, `Ledger.apply(events)`; the other methods carry out a
-schedule's decisions. Indexes that `apply` maintains keep a schedule's work proportional to its events. No
-torch, no clock, no I/O.
+Numpy columns indexed by a dense, never reused request id hold the only copy that counts; engines hold working copies.
+There is one writer of results, `Ledger.apply(events)`; the other methods carry out a schedule's decisions. Indexes
+that `apply` maintains keep a schedule's work proportional to its events. No torch, no clock, no I/O.
 
     PENDING -> RUNNING -> FINISHED -> SCORED -> CONSUMED
                RUNNING -> PARKED (tokens kept) | PENDING (tokens dropped)
@@ -59,12 +58,14 @@ class Ledger:
         seed: int = 0,
         purpose: Purpose = Purpose.TRAIN,
         multi_turn: bool = False,
+        max_model_len: int = 1 << 31,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.sampling = sampling
         self.seed = seed
         self.purpose = purpose
         self.multi_turn = multi_turn
+        self.max_model_len = max_model_len
         self.now = now
         self.first_id = 0
         self.columns = Columns()
@@ -179,7 +180,9 @@ class Ledger:
         if self.columns.state[row] != State.WAITING:
             self.counters["stale_events"] += 1
             return []
-        space = self.sampling.max_new_tokens - int(self.columns.length[row])
+        prompt = self.prompts[int(self.columns.group[row])]
+        limit = min(self.sampling.max_new_tokens, self.max_model_len - len(prompt.token_ids))
+        space = limit - int(self.columns.length[row])
         if not event.done and len(event.token_ids) < space:
             self._tokens(event.id).observe(event.token_ids.tolist())
             self.columns.length[row] += len(event.token_ids)
@@ -234,7 +237,6 @@ class Ledger:
 
     def _worker_down(self, worker: int) -> None:
         for request_id in list(self.running.get(worker, ())):
-            self.columns.keep[request_id - self.first_id] = True  # what was received is not lost
             self._release(request_id)
         for table in (self.running, self.slots, self.loaded):
             table.pop(worker, None)
@@ -246,10 +248,8 @@ class Ledger:
         first = self.first_id + self.columns.size
         for prompt, visit in prompts:
             group, self.next_group = self.next_group, self.next_group + 1
-            keys = [
-                request_key(self.seed, self.purpose, prompt.uid, prompt.occurrence, index, visit)
-                for index in range(samples_each)
-            ]
+            what = (self.seed, self.purpose, prompt.uid, prompt.occurrence)
+            keys = [request_key(*what, index, visit) for index in range(samples_each)]
             start = self.first_id + self.columns.admit(group, visit, self.version, keys)
             self.prompts[group] = prompt
             self.members[group] = range(start, start + samples_each)
@@ -327,7 +327,7 @@ class Ledger:
         """The response of a request as it stands now."""
         row = request_id - self.first_id
         prompt = self.prompts[int(self.columns.group[row])]
-        return self.columns.rollout(row, request_id, prompt, self.tokens.get(request_id) or Tokens())
+        return self.columns.rollout(row, request_id, prompt, self.tokens.get(request_id, Tokens()))
 
     def take_finished(self) -> list[Rollout]:
         """The responses scored since the last call, as they stand, by id; the consumed ones are then forgotten."""

@@ -12,7 +12,6 @@ from stretto.records import (
     Event,
     Harvest,
     Interrupted,
-    Loaded,
     Prompt,
     Publish,
     Rollout,
@@ -60,11 +59,11 @@ class Observer(Protocol):
     def updated(self, event: Updated) -> None:
         """At the boundary between two optimiser steps: the ledger stands, the schedule has not yet gone on."""
 
-    def published(self) -> None:
+    def publishing(self) -> None:
         """Before new weights go to workers."""
 
-    def loaded(self, event: Loaded) -> None:
-        """A worker has new weights."""
+    def published(self) -> None:
+        """After they have been sent; in process, taken."""
 
 
 class Controller:
@@ -116,8 +115,6 @@ class Controller:
         for event in events:
             if isinstance(event, Updated):
                 self.observer.updated(event)
-            elif isinstance(event, Loaded):
-                self.observer.loaded(event)
             elif isinstance(event, Timer):
                 self.wake = None
             elif isinstance(event, Interrupted):
@@ -140,8 +137,9 @@ class Controller:
         self.learner.begin(batch)
 
     def _publish(self, decision: Publish) -> None:
-        self.observer.published()
+        self.observer.publishing()
         self.fleet.load(self.learner.publish(), decision.workers, decision.running)
+        self.observer.published()
 
     def _wake(self, decision: Wake) -> None:
         self.wake = decision.at

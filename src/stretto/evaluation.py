@@ -18,7 +18,7 @@ from stretto.config import Config
 from stretto.controller import Controller
 from stretto.fleet.in_process import InProcessFleet
 from stretto.observe.metrics import evaluation_metrics
-from stretto.records import Loaded, Prompt, Purpose, Rollout, UpdateBatch, Updated
+from stretto.records import Prompt, Purpose, Rollout, UpdateBatch, Updated
 from stretto.runtime import LiveRuntime
 from stretto.schedule.one_pass import OnePass
 from stretto.tasks.grading import Grader
@@ -63,9 +63,9 @@ class _NoLearner:
 
     def updated(self, event: Updated) -> None: ...
 
-    def published(self) -> None: ...
+    def publishing(self) -> None: ...
 
-    def loaded(self, event: Loaded) -> None: ...
+    def published(self) -> None: ...
 
 
 def evaluate(
@@ -89,6 +89,7 @@ def evaluate(
         seed=config.seed,
         purpose=Purpose.EVAL,
         multi_turn=rewards.multi_turn,
+        max_model_len=max_model_len,
         now=runtime.now,
     )
     engine = make_engine(config, model, tokenizer, max_model_len, runtime.now)

@@ -20,7 +20,7 @@ from stretto.observe.metrics import Generation, Seconds, step_metrics
 from stretto.observe.progress import Reporter
 from stretto.observe.timeline import Timeline
 from stretto.observe.trackers import Trackers
-from stretto.records import Interrupted, Loaded, Rollout, UpdateBatch, Updated
+from stretto.records import Rollout, UpdateBatch, Updated
 from stretto.run_folder import RunFolder
 from stretto.runtime import Runtime
 from stretto.schedule import Schedule
@@ -87,6 +87,7 @@ class Recorder:
         self.timeline = Timeline(folder.path / "timeline.json")
         self.boundary: Boundary | None = None
         self.best: tuple[float, int] | None = None  # accuracy, step
+        self.interrupted = False  # within an evaluation
         self._batch: UpdateBatch | None = None
         self._clock = _Clock()
 
@@ -97,10 +98,10 @@ class Recorder:
         self._clock.harvested = self.runtime.now()
         self._clock.last_finished = max(r.finished_at for r in batch.rollouts)
 
-    def published(self) -> None:
+    def publishing(self) -> None:
         self._clock.published = self.runtime.now()
 
-    def loaded(self, event: Loaded) -> None:
+    def published(self) -> None:
         self._clock.sync += self.runtime.now() - self._clock.published
 
     def updated(self, event: Updated) -> None:
@@ -113,13 +114,17 @@ class Recorder:
         self.folder.log_step(step, finished, self._batch.rollouts)
         last = step >= self.config.steps
         every = self.config.eval.every
+        owed = None
         if self._evaluate and (last or (every and step % every == 0)):
-            metrics |= self.evaluation(step)
-        self.folder.append_metrics(metrics)
-        self.trackers(step, metrics)
-        self.boundary = self._boundary(step)
+            found = self.evaluation(step)
+            owed = metrics if found is None else None
+            metrics |= found or {}
+        if owed is None:
+            self._append(metrics)
+        self.boundary = self._boundary(step, owed)
         if (
             last
+            or owed is not None
             or step % self.config.checkpoint.every == 0
             or self.best == (metrics.get("eval/accuracy"), step)
         ):
@@ -130,29 +135,38 @@ class Recorder:
 
     # ---- writing ------------------------------------------------------------------------------------
 
-    def begin(self, metrics: Mapping[str, float]) -> None:
-        """A new run: its line for step 0, if an evaluation was made."""
+    def begin(self) -> None:
+        """A new run: the evaluation before its first step."""
         self.timeline.create()
+        metrics = self.evaluation(0) if self._evaluate else None
         if metrics:
-            self.folder.append_metrics({"step": 0, "version": 0, **metrics})
-            self.trackers(0, metrics)
+            self._append({"step": 0, "version": 0, **metrics})
         self._clock = _Clock(began=self.runtime.now(), resumed=self.runtime.now(), counters=self._counters())
 
-    def resumed(self) -> None:
-        """The run goes on from a checkpoint: what was restored counts as the boundary."""
+    def resumed(self, owed: dict[str, Any] | None) -> None:
+        """The run goes on from a checkpoint: what was restored counts as the boundary.
+
+        `owed` is the boundary's line of metrics, if its evaluation was interrupted: it is made up for now.
+        """
+        step = self.ledger.version
         self.timeline.rewind(self.runtime.now())
-        self.boundary = self._boundary(self.ledger.version)
+        found = self.evaluation(step) if owed is not None and self._evaluate else None
+        if owed is not None and found is not None:
+            self._append(owed | found)
+            owed = None
+        self.boundary = self._boundary(step, owed)
+        self.folder.prune(self.config.checkpoint.keep, self.best[1] if self.best else None)
         self._clock = _Clock(began=self.runtime.now(), resumed=self.runtime.now(), counters=self._counters())
 
-    def evaluation(self, step: int) -> dict[str, float]:
-        """Evaluate, tell, remember the best; an interrupted one counts for nothing."""
+    def evaluation(self, step: int) -> dict[str, float] | None:
+        """Evaluate, tell, remember the best. None, and `interrupted`, if a signal broke it off."""
         assert self._evaluate is not None
         began = self.runtime.now()
         evaluation = self._evaluate()
         self.timeline.span("evaluation", f"evaluation {step}", began, self.runtime.now(), step=step)
         if evaluation.interrupted:
-            self.runtime.post(Interrupted(0))
-            return {}
+            self.interrupted = True
+            return None
         metrics = evaluation.metrics()
         self.reporter.evaluation(f"step {step}", metrics)
         if step > 0 and (self.best is None or metrics["eval/accuracy"] > self.best[0]):
@@ -170,8 +184,13 @@ class Recorder:
             self.folder.prune(self.config.checkpoint.keep, self.best[1] if self.best else None)
         return folder
 
-    def _boundary(self, step: int) -> Boundary:
+    def _append(self, metrics: Mapping[str, Any]) -> None:
+        self.folder.append_metrics(metrics)
+        self.trackers(int(metrics["step"]), metrics)
+
+    def _boundary(self, step: int, owed: dict[str, Any] | None) -> Boundary:
         state = {
+            "owed": owed,  # the step's line of metrics, where its evaluation is still to be made
             "ledger": self.ledger.state_dict(),
             "prompts": self.stream.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -202,18 +221,20 @@ class Recorder:
         clock, now = self._clock, self.runtime.now()
         engine = self.fleet.metrics()
         counters = {name: value - clock.counters.get(name, 0) for name, value in self._counters().items()}
-        waited = max(0.0, clock.harvested - max(clock.last_finished, clock.resumed))
         generating = clock.harvested - clock.resumed
         slots = sum(self.ledger.slots.values())
+        workers = self.workers.metrics()
         return step_metrics(
             batch,
             step=event.version,
             epoch=self.stream.metrics()["epoch"],
             seconds=Seconds(
-                rollout=generating - clock.sync - waited,
-                reward=waited,
+                rollout=engine["step_seconds"],
+                # In this process nothing else is done between two boundaries: the rest is waiting.
+                reward=max(0.0, generating - clock.sync - engine["step_seconds"]),
                 update=now - clock.harvested,
                 sync=clock.sync,
+                boundary=clock.resumed - clock.began,
                 total=now - clock.began,
             ),
             generation=Generation(
@@ -221,12 +242,13 @@ class Recorder:
                 # In this process nothing is generated while the learner or the recorder is at work.
                 available=slots * generating,
                 discarded_tokens=int(counters["discarded_tokens"]),
-                reverified_tokens=int(engine.get("reverified_tokens", 0)),
+                reverified_tokens=int(engine["reverified_tokens"]),
                 decoded_tokens=int(engine["decode_tokens"]),
-                decoding_steps=int(engine["decode_tokens"]),
+                decoding_steps=int(engine["decode_tokens"]),  # without drafts each gives one
                 reward_errors=int(counters["reward_errors"]),
                 reward_timeouts=int(counters["reward_timeouts"]),
-                extra=self.schedule.metrics() | self.workers.metrics(),
+                extra=self.schedule.metrics()
+                | {f"reward/{name}": workers[f"reward/{name}"] for name in ("retried", "restarted")},
             ),
             learner=event.metrics,
         )

@@ -48,7 +48,6 @@ class Purpose(StrEnum):
 
     TRAIN = "train"
     EVAL = "eval"
-    WARM_UP = "warm_up"
 
 
 Running = Literal["continue", "recompute", "stop"]

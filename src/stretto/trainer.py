@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from stretto.assemble import Inputs, make_engine, read_inputs, sampling_params, settle_process
+from stretto.assemble import (
+    Inputs,
+    available_cores,
+    make_engine,
+    read_inputs,
+    sampling_params,
+    settle_process,
+)
 from stretto.buffer import Ledger
 from stretto.config import Config, check_resumable, dump_toml, load_config, require_source, warnings
 from stretto.controller import Controller
@@ -90,7 +97,8 @@ class Trainer:
         reward: Rewards | None = None,
         reporter: Reporter | None = None,
     ) -> None:
-        self.config = config
+        # Pinned, so that a resumed run has as many on another machine too: sums depend on it.
+        self.config = config.model_copy(update={"threads": config.threads or available_cores()})
         self.data = data
         self.reward_functions = _as_list(reward)
         self.reporter = reporter or SilentReporter()
@@ -144,8 +152,13 @@ class Trainer:
                 else RunFolder.create(self.path, dump_toml(self.config))
             )
             self.reporter.start(self.config, self.config.steps, str(self.path))
-            for warning in warnings(self.config):
+            for warning in [*warnings(self.config), *inputs.warnings]:
                 self.reporter.message(warning)
+            if workers.multi_turn and self.config.deterministic:
+                self.reporter.message(
+                    "deterministic: a multi-turn task's environment answers in its own time, which decides what "
+                    "runs beside what; the tokens are the same in float64 only"
+                )
             run = _Run(self.config, inputs, workers, runtime, folder, self.reporter, stack)
             with runtime.signals():
                 run.restore(self._resume_step) if self._resuming else run.begin()
@@ -196,6 +209,7 @@ class _Run:
             sampling_params(config, inputs.tokenizer),
             seed=config.seed,
             multi_turn=workers.multi_turn,
+            max_model_len=inputs.max_model_len,
             now=runtime.now,
         )
         engine = make_engine(config, engine_model, inputs.tokenizer, inputs.max_model_len, runtime.now)
@@ -225,7 +239,7 @@ class _Run:
 
     def begin(self) -> None:
         """Step 0: the evaluation before the first update."""
-        self.recorder.begin(self.recorder.evaluation(0) if self.inputs.test else {})
+        self.recorder.begin()
 
     def restore(self, step: int | None) -> None:
         """Back to the newest checkpoint; what is later is written again."""
@@ -246,10 +260,9 @@ class _Run:
         best = state["best"]
         if best and best[1] in self.folder.checkpoint_steps():  # else a later one replaced it, and is rewound
             self.recorder.best = (best[0], best[1])
-        self.folder.prune(self.config.checkpoint.keep, self.recorder.best[1] if self.recorder.best else None)
         self.runtime.continue_from(state["elapsed"])
-        self.recorder.resumed()
         self.reporter.message(f"goes on from step {checkpoint.step}")
+        self.recorder.resumed(state["owed"])
         self.fleet.load(self.learner.publish(), [0], "continue")
         self.fleet.step()  # takes the weights; the worker then comes up with them
 
@@ -266,8 +279,9 @@ class _Run:
             self.recorder,
         )
         self.grader.submit(self.unanswered)
-        controller.run(lambda: self.ledger.version >= self.config.steps)
-        if controller.interrupted:
+        controller.run(lambda: self.recorder.interrupted or self.ledger.version >= self.config.steps)
+        interrupted = controller.interrupted or self.recorder.interrupted
+        if interrupted:
             saved = self.recorder.checkpoint()
             at = f"step {self.ledger.version} is saved" if saved else "no step was finished"
             self.reporter.message(f"interrupted: {at}; go on with `stretto resume {self.folder.path}`")
@@ -276,7 +290,7 @@ class _Run:
         return RunResult(
             self.folder.path,
             self.ledger.version,
-            controller.interrupted,
+            interrupted,
             before=evaluated[0] if evaluated else None,
             after=evaluated[-1] if evaluated and evaluated[-1]["step"] > 0 else None,
         )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import KeysView, Mapping
-from typing import TYPE_CHECKING, Any
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stretto.buffer import Ledger
@@ -75,14 +73,3 @@ class LedgerView:
     def group_of(self, request_id: int) -> int:
         """The group of a request."""
         return int(self._ledger.columns.group[request_id - self._ledger.first_id])
-
-    def column(self, name: str) -> npt.NDArray[Any]:
-        """A read-only window on one of the ledger's columns; row = request id - `first_id`."""
-        window: npt.NDArray[Any] = getattr(self._ledger.columns, name)[: self._ledger.columns.size]
-        window.flags.writeable = False
-        return window
-
-    @property
-    def first_id(self) -> int:
-        """The request id of row 0."""
-        return self._ledger.first_id

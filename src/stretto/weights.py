@@ -16,13 +16,18 @@ class WeightsRef:
     """Names one version of the policy's weights.
 
     `shared`: the engine already holds the learner's own tensors; nothing moves, the version changes. Legal only
-    where generation and update cannot overlap. `copy`: `tensors` are copied into the engine's own module.
+    where generation and update cannot overlap. `copy`: `tensors`, which nobody changes any more, are copied into the
+    engine's own module.
     """
 
     version: int
     kind: Literal["shared", "copy"]
-    fingerprint: str
-    tensors: Mapping[str, torch.Tensor] | None = None
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights as they are now; reads them all."""
+        return fingerprint(self.tensors)
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:

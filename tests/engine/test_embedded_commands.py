@@ -33,7 +33,7 @@ from tests.models import VOCABULARY, tiny_model
 
 def published(model: Any, version: int) -> WeightsRef:
     tensors = dict(model.named_parameters())
-    return WeightsRef(version, "copy", fingerprint(tensors), tensors)
+    return WeightsRef(version, "copy", tensors)
 
 
 def new_engine_and_model(seed: int = 0, **how: Any) -> Run:
@@ -115,7 +115,7 @@ def test_shared_weights_move_nothing_but_the_version() -> None:
     with torch.no_grad():
         for ours, theirs in zip(model.parameters(), model_of("qwen3", seed=1).parameters(), strict=True):
             ours.copy_(theirs)  # the learner's step
-    run.engine.load(WeightsRef(4, "shared", ""), "recompute")
+    run.engine.load(WeightsRef(4, "shared", {}), "recompute")
     run.finish()
     known = run.tokens[0][:1]
     assert run.tokens[0] == plain_decoding(model_of("qwen3", "sdpa", seed=1), copies(1)[0], known)[0]
@@ -145,7 +145,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(StrettoError, match=r"mlp.*does not fit"):
         engine.load(other, "continue")
     with pytest.raises(StrettoError, match=r"nonsense.*no such tensor"):
-        engine.load(WeightsRef(1, "copy", "", {"nonsense": torch.zeros(1)}), "continue")
+        engine.load(WeightsRef(1, "copy", {"nonsense": torch.zeros(1)}), "continue")
     assert fingerprint(dict(engine._model.named_parameters())) == before
     assert engine.version == 0
     assert not engine.has_work

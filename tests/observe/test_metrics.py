@@ -63,7 +63,7 @@ def metrics_of(batch: UpdateBatch, **generation: float) -> dict[str, float]:
         batch,
         step=batch.version + 1,
         epoch=1.5,
-        seconds=Seconds(rollout=3.0, reward=0.5, update=2.0, sync=0.1, total=5.0),
+        seconds=Seconds(rollout=3.0, reward=0.5, update=2.0, sync=0.1, boundary=1.0, total=6.0),
         generation=Generation(**generation),  # type: ignore[arg-type]
         learner={"policy/loss": 0.25, "off_policy/ratio_mean": 1.0},
     )
@@ -74,7 +74,7 @@ def test_a_step_has_every_key_of_the_contract() -> None:
     keys = (
         "step version epoch reward/mean reward/std reward/errors reward/timeouts response_length/mean "
         "response_length/p50 response_length/p90 response_length/p99 response_length/max response_length/truncated "
-        "time/rollout time/reward time/update time/sync time/total throughput/useful_tokens_per_s "
+        "time/rollout time/reward time/update time/sync time/boundary time/total throughput/useful_tokens_per_s "
         "rollout/bubble_ratio rollout/discarded_tokens rollout/reverified_tokens spec/drafted spec/accepted "
         "spec/mean_acceptance_length off_policy/staleness_mean off_policy/staleness_max groups/zero_variance"
     ).split()
@@ -94,7 +94,7 @@ def test_rewards_leave_out_what_has_none() -> None:
     )
     found = metrics_of(batch, reward_timeouts=1, reward_errors=2)
     assert (found["reward/mean"], found["reward/std"]) == (0.5, 0.5)
-    assert (found["reward/exact"], found["reward/format"]) == (0.5, 0.0)
+    assert (found["reward/parts/exact"], found["reward/parts/format"]) == (0.5, 0.0)
     assert (found["reward/timeouts"], found["reward/errors"]) == (1, 2)
 
 

@@ -137,6 +137,8 @@ class EmbeddedEngine:
             self.stop(columns.id[self._running].tolist(), columns.attempt[self._running].tolist())
         elif running == "recompute":
             self._columns.computed[self._running] = 0
+            again = self._columns.length[self._running] - self._columns.prompt_length[self._running]
+            self._counters["reverified_tokens"] += int(again.sum())
             self._prompts.computed[:] = 0
         self._prompts.drop()
         self._events.append(Loaded(self.worker, ref.version))
@@ -165,7 +167,14 @@ class EmbeddedEngine:
     def metrics(self) -> dict[str, float]:
         """Since the last call: `steps`, `decode_tokens` (sampled), `prefill_tokens` (computed besides), seconds."""
         counted = self._counters
-        names = ("steps", "prefill_tokens", "decode_tokens", "busy_slot_seconds", "step_seconds")
+        names = (
+            "steps",
+            "prefill_tokens",
+            "decode_tokens",
+            "reverified_tokens",
+            "busy_slot_seconds",
+            "step_seconds",
+        )
         self._counters = dict.fromkeys((*names, "model_seconds", "sampling_seconds"), 0.0)
         return counted
 
@@ -195,7 +204,7 @@ class EmbeddedEngine:
     def _copy(self, ref: WeightsRef) -> None:
         """Copy the published tensors into the engine's own module."""
         own = dict(self._model.named_parameters())
-        published = ref.tensors or {}
+        published = ref.tensors
         for name, tensor in published.items():
             if name not in own or own[name].shape != tensor.shape:
                 has = tuple(own[name].shape) if name in own else "no such tensor"
@@ -215,6 +224,7 @@ class EmbeddedEngine:
             slot = self._free.pop()
             self._columns.fill(slot, request, self._prompts.take(request.prompt_ids))
             self._slot_of[name] = slot
+            self._counters["reverified_tokens"] += request.token_ids.size
             how = request.sampling
             if how.stop:
                 assert self._tokenizer is not None

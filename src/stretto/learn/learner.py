@@ -28,7 +28,7 @@ from stretto.learn.optimizer import Optimizer
 from stretto.learn.packing import MicroBatch, TrainedTokens, pack, trained_tokens
 from stretto.model import hidden_states
 from stretto.records import Event, FloatArray, Rollout, UpdateBatch, Updated
-from stretto.weights import WeightsRef, fingerprint
+from stretto.weights import WeightsRef
 
 STATE_FILE = "learner.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -261,13 +261,13 @@ class Learner:
     # ---- weights ------------------------------------------------------------------------------------------
 
     def publish(self) -> WeightsRef:
-        """The newest weights for the engines; the fingerprint is of the trained parameters."""
-        trained = {name: p.detach() for name, p in self._trained.items()}
-        tensors: Mapping[str, torch.Tensor] | None = None
-        if self._weights == "copy":
-            # Cloned: the learner may make its next step before a worker has taken these.
-            tensors = {name: tensor.clone() for name, tensor in merged_weights(self.model).items()}
-        return WeightsRef(self.version, self._weights, fingerprint(trained), tensors)
+        """The newest weights for the engines."""
+        if self._weights == "shared":
+            trained = {name: p.detach() for name, p in self._trained.items()}
+            return WeightsRef(self.version, "shared", trained)
+        # Cloned: the learner may make its next step before a worker has taken these.
+        tensors = {name: tensor.clone() for name, tensor in merged_weights(self.model).items()}
+        return WeightsRef(self.version, "copy", tensors)
 
     def save(self, folder: Path) -> None:
         """Write the policy into `folder`, which exists, in Hugging Face format (adapters merged, and by themselves in

@@ -23,6 +23,7 @@ class Seconds:
     reward: float
     update: float
     sync: float
+    boundary: float  # writing and evaluating at the boundary before
     total: float  # wall time from the previous update's end to this one's, writing and evaluation included
 
 
@@ -76,8 +77,9 @@ def step_metrics(
         "time/reward": seconds.reward,
         "time/update": seconds.update,
         "time/sync": seconds.sync,
+        "time/boundary": seconds.boundary,
         "time/total": seconds.total,
-        "throughput/useful_tokens_per_s": _ratio(useful, seconds.total),
+        "throughput/useful_tokens_per_s": _ratio(useful, seconds.total - seconds.boundary),
         "rollout/bubble_ratio": bubble_ratio(generation.busy, generation.available),
         "rollout/discarded_tokens": generation.discarded_tokens,
         "rollout/reverified_tokens": generation.reverified_tokens,
@@ -102,7 +104,7 @@ def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {
         "reward/mean": _mean(rewards),
         "reward/std": float(np.std(rewards)) if rewards else math.nan,
-        **{f"reward/{name}": _mean(values) for name, values in sorted(parts.items())},
+        **{f"reward/parts/{name}": _mean(values) for name, values in sorted(parts.items())},
     }
 
 

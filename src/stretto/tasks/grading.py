@@ -56,7 +56,11 @@ class Grader:
         )
 
     def _text(self, rollout: Rollout) -> str:
-        return str(self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True))
+        return str(
+            self._tokenizer.decode(
+                rollout.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     def _answer(self, event: Event) -> None:
         """Called from the workers' threads."""
