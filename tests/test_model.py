@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,15 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(StrettoError, match=r"model\.norm\.weight"):
         load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    for content in (file.read_bytes()[:-100], b"no weights" * 100, b""):
+        file.write_bytes(content)
+        with pytest.raises(StrettoError, match=re.escape(f'the model in "{tmp_path}" could not be loaded')):
+            load_model(ModelConfig(path=str(tmp_path)))
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:

@@ -57,14 +57,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def what_is_learned(folder: Path) -> tuple[list[float], list[list[int]]]:
+def what_is_learned(folder: Path) -> tuple[list[float | None], list[list[int]]]:
     """Rewards by step and all tokens, in order."""
     tokens = [
         rollout.token_ids.tolist()
         for file in sorted((folder / "consumed").glob("*.parquet"))
         for rollout in read_rollouts(file)
     ]
-    return [line["reward/mean"] for line in metrics(folder)], tokens
+    return [line.get("reward/mean") for line in metrics(folder)], tokens
 
 
 def assert_same_run(a: Path, b: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -126,7 +127,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise StrettoError(_not_loaded("model", path, error)) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])

@@ -220,6 +220,11 @@ def test_a_file_is_refused_with_its_line(toml: Any, text: str, message: str) -> 
         (["--every", "1"], '--every: unknown key; did you mean "checkpoint.every" or "eval.every"?'),
         (["--steps", "many"], '--steps = "many": expected an integer of at least 1'),
         (["--steps"], "--steps: expects a value: an integer of at least 1"),
+        (
+            ["--learner.betas", "[1.0, 0.9]"],
+            "--learner.betas = 1.0: expected a list of 2 numbers of at least 0 and below 1",
+        ),
+        (["--sampling.stop", "", "--sampling.stop", "a"], "sampling.stop has an empty text"),
         (["--steps", "--seed", "1"], "--steps: expects a value: an integer of at least 1"),
         (["--steps", "3", "--steps", "4"], "--steps: given 2 times (3, 4); give it once"),
         (["12"], '"12": expected an option such as --steps 20'),

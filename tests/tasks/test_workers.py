@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -134,6 +135,21 @@ def test_a_million_lines_neither_block_nor_flood(
     assert (printed.reward, good.reward) == (0.5, 1.0)
     assert len(caplog.records) == 1001
     assert "not shown" in caplog.messages[-1]
+
+
+def test_a_worker_that_cannot_be_started_again_answers_its_jobs(
+    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = pool(functions.by_completion)
+
+    def none_left(show: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("stretto.tasks.workers.WorkerProcess", none_left)
+    (left, good) = made.scores("leave", "good")
+    assert "exit code 3" in left.message
+    assert good.status == "error"
+    assert "no more processes" in good.message
 
 
 def test_why_a_response_has_no_reward_is_said_once_for_each_reason(

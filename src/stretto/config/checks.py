@@ -56,6 +56,10 @@ def run(config: Config) -> None:
             "schedule.samples = 1: an advantage is relative to the other responses to the prompt; "
             "use 2 or more"
         )
+    if "" in sampling.stop:
+        raise StrettoError(
+            "sampling.stop has an empty text, which would end every response at its first token"
+        )
     limit = schedule.max_concurrent
     if limit is not None and limit < schedule.samples:
         raise StrettoError(

@@ -68,18 +68,20 @@ class Key:
     @property
     def expects(self) -> str:
         """What a value must be, in words: `an integer of at least 1, or "none"`."""
-        words = " or ".join(_in_words(branch) for branch in self.branches)
-        bounds = [
-            f"{said} {getattr(bound, attribute):g}"
-            for kind, (attribute, said) in BOUNDS.items()
-            for bound in self.field.metadata
-            if isinstance(bound, kind)
-        ]
-        if bounds:
-            words += f" {' and '.join(bounds)}".replace("and of", "and")
+        words = " or ".join(_in_words(branch) for branch in self.branches) + _bounds(self.field.metadata)
         if self.name == "name":
             words += " of letters, digits and . _ + -"
         return f'{words}, or "none"' if self.optional else words
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    bounds = [
+        f"{said} {getattr(bound, attribute):g}"
+        for kind, (attribute, said) in BOUNDS.items()
+        for bound in metadata
+        if isinstance(bound, kind)
+    ]
+    return f" {' and '.join(bounds)}".replace("and of", "and") if bounds else ""
 
 
 def _in_words(annotation: Any) -> str:
@@ -90,7 +92,8 @@ def _in_words(annotation: Any) -> str:
         inner = arguments[0]
         return f"a list of {_plural(inner)}"
     if origin is tuple:
-        return f"a list of {len(arguments)} {_plural(arguments[0])}"
+        bounds = [bound for field in getattr(arguments[0], "__metadata__", ()) for bound in field.metadata]
+        return f"a list of {len(arguments)} {_plural(arguments[0])}{_bounds(bounds)}"
     if origin is dict:
         return "a table"
     return WORDS[annotation]

@@ -109,7 +109,7 @@ class RewardConfig(Section):
     """Keyword arguments for the functions that take them."""
     workers: int = Field(default=1, ge=1)
     """Processes that score."""
-    timeout: float = Field(default=30.0, gt=0.0)
+    timeout: float = Field(default=30.0, gt=0.0, le=1e6)
     """Seconds for one call; its process is killed after that."""
     on_error: Literal["stop", "exclude"] = "exclude"
     """exclude: a response without a usable reward is left out of the update, and counted."""
@@ -178,6 +178,9 @@ class ScheduleConfig(Section):
     """async: responses in flight; none: what pacing allows."""
 
 
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
 class LearnerConfig(Section):
     """GRPO and its relatives, by AdamW."""
 
@@ -187,7 +190,7 @@ class LearnerConfig(Section):
     """After the warm-up; linear and cosine end at 0 with the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimiser steps of linear warm-up."""
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
     """AdamW's."""
     eps: float = Field(default=1e-8, gt=0.0)
     """AdamW's."""
@@ -261,11 +264,11 @@ class Config(Section):
     """The run folder's name; none: the preset's or file's name and the time."""
     runs: str = "runs"
     """The folder of run folders, relative to the current one."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of everything that is drawn."""
     deterministic: bool = True
     """Same run, bit for bit."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """torch's; none: all cores."""
     steps: int = Field(default=100, ge=1)
     """Optimiser steps."""

@@ -27,6 +27,7 @@ from stretto.errors import StrettoError
 from stretto.records import Event, IntArray, Observed, RewardStatus, Scored
 from stretto.tasks import Row
 from stretto.tasks.calls import Failure
+from stretto.tasks.imports import last_line
 from stretto.tasks.process import WorkerLost, WorkerProcess
 from stretto.tasks.rewards import RewardSpec
 
@@ -237,6 +238,8 @@ class RewardWorkers:
             failure = self.converse(index, waiting)
         except StrettoError as error:
             failure = Failure("error", f"the reward worker could not be started again: {error}")
+        except Exception as error:  # noqa: BLE001 -- whatever it is, a job without an answer is waited for for ever
+            failure = Failure("error", f"the reward worker could not be reached: {last_line(error)}")
         if failure is None or self.closing:
             return
         self.drop(index)
@@ -273,7 +276,8 @@ class RewardWorkers:
                     self.retry(list(waiting.values()), str(reply["split"]))
                     return None
                 else:
-                    self.accept(waiting.pop(int(reply["job"])), reply)
+                    self.accept(waiting[int(reply["job"])], reply)
+                    del waiting[int(reply["job"])]
         except WorkerLost as lost:
             if process.timer_went_off:
                 return Failure("timeout", f"{call} took more than {self.timeout:g} s{process.stuck_at()}")
