@@ -6,6 +6,9 @@
 #   make docs       write docs/config.md anew
 #   make smollm2    fetch SmolLM2-135M-Instruct for examples/gsm8k_smollm2.toml
 #   make bench-engine   the embedded engine against transformers
+#   make bench-bookkeeping   what a run costs besides the model
+#   make study-kill     kill runs everywhere and compare, some 40 minutes; goes on where it stopped
+#   make study-flips    count float32 flips over a million tokens, some 15 minutes; goes on where it stopped
 #   make clean      remove .venv and what the tools leave
 #
 # PYTHON=python3.12 chooses the interpreter; TORCH_INDEX_URL=https://... the index that torch comes from.
@@ -23,7 +26,7 @@ ifneq ($(shell $(PY) -c 'print(1)' 2>/dev/null),1)
 .PHONY: $(VENV)/.core $(VENV)/.dev
 endif
 
-.PHONY: help demo test check format docs smollm2 bench-engine clean
+.PHONY: help demo test check format docs smollm2 bench-engine bench-bookkeeping study-kill study-flips clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,8 +59,11 @@ docs: $(VENV)/.core
 smollm2: $(VENV)/.core
 	$(PY) scripts/smollm2.py
 
-bench-engine: $(VENV)/.core
-	$(VENV)/bin/stretto bench engine $(ARGS)
+bench-engine bench-bookkeeping: $(VENV)/.core
+	$(VENV)/bin/stretto bench $(@:bench-%=%) $(ARGS)
+
+study-kill study-flips: $(VENV)/.dev
+	$(PY) $(@:study-%=studies/%.py) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
