@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -150,6 +151,34 @@ def test_interruptions_have_their_status(library: Library) -> None:
     assert run(["train"]) == 130
     library.raises = KeyboardInterrupt()
     assert run(["train"]) == 130
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_full_standard_output_is_said() -> None:
+    for words in (["--help"], ["train", "--dry-run"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "stretto", *words],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert (done.returncode, done.stderr) == (
+            2,
+            "error: cannot write standard output: No space left on device\n",
+        )
+
+
+def test_an_encoding_without_the_characters_ends_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stretto", "train", "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
 
 
 def test_a_closed_pipe_ends_quietly() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from io import TextIOWrapper
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,6 +47,9 @@ app = App(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The `stretto` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal without Unicode shows "?" rather than ending a run
+            stream.reconfigure(errors="replace")
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
@@ -58,16 +63,28 @@ def run(argv: Sequence[str]) -> int:
             help_on_error=False,
             result_action="return_value",
         )
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where an error can still be said
     except (StrettoError, CycloptsError) as error:
         _print_error(str(error), as_json="--json" in argv)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Python would complain once more when it flushes standard output at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.filename is None and error.errno == errno.ENOSPC:
+            _drop_output()
+            _print_error(f"cannot write standard output: {error.strerror}", as_json=False)
+            return 2
+        raise
     return status if isinstance(status, int) else 0
+
+
+def _drop_output() -> None:
+    """Python would complain once more when it flushes standard output at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_error(text: str, *, as_json: bool) -> None:

@@ -55,7 +55,8 @@ def configs(draw: st.DrawFn) -> Config:
     names = draw(st.lists(st.sampled_from(sorted(KEYS)), unique=True))
     overrides = {name: draw(values_of(KEYS[name])) for name in names}
     overrides |= {"learner.old_logprobs": "auto", "engine.max_model_len": None, "fleet.weights": "auto"}
-    overrides |= {"data.chat_template": None, "reward.weights": None}
+    overrides |= {"data.chat_template": None, "reward.weights": None, "schedule.max_concurrent": None}
+    overrides["sampling.stop"] = [text for text in overrides.get("sampling.stop", ()) if text]
     if overrides.get("data.path"):
         overrides["data.task"] = overrides["data.dataset"] = None
     elif overrides.get("data.task") is not None:
