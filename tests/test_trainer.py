@@ -21,6 +21,7 @@ from stretto.observe.progress import SilentReporter
 from stretto.records import State
 from stretto.run_folder import RunFolder
 from stretto.trainer import RunResult, Trainer
+from tests.models import tiny_model
 from tests.tasks.two_turn import TwoTurn
 
 CONTRACT = """step version epoch reward/mean response_length/mean response_length/p50 response_length/p99
@@ -158,6 +159,31 @@ def test_a_folder_that_exists_is_not_touched(undisturbed: Path) -> None:
     with pytest.raises(StrettoError, match="exists already; continue it with `stretto resume"):
         Trainer(config).run()
     assert sorted(p.name for p in undisturbed.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.lora.target_modules": ["nowhere"]}, "no layer of the model matches"),
+        (
+            {"sampling.stop_token_ids": [10**6]},
+            "sampling.stop_token_ids: 1000000 is no token of the model demo",
+        ),
+    ],
+)
+def test_a_run_that_cannot_begin_leaves_nothing(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(StrettoError, match=message):
+        Trainer(small(tmp_path, "impossible", **changes)).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    changes = {"model.path": str(tmp_path / "model"), "model.tokenizer": "demo"}
+    with pytest.raises(StrettoError, match="the tokenizer of demo gives token id"):
+        Trainer(small(tmp_path, "mixed", **changes)).run()
 
 
 def test_resume_refuses_to_become_another_run(undisturbed: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from stretto.config import Config
@@ -50,13 +50,15 @@ def settle_process(config: Config) -> None:
 def read_inputs(config: Config, source: Any = None) -> Inputs:
     """Tokenizer, rows and prompts, checked. Raises StrettoError for what is wrong with any of them."""
     tokenizer = load_tokenizer(config.model)
-    context = _context(config)
+    model_config = load_model_config(config.model)
+    context = _context(config, model_config)
     data = load_data(config.data, config.eval, source)
     limit = config.engine.max_model_len or context
     train = tokenize_rows(data.train, tokenizer, config.data, max_model_len=limit, name=data.name)
     test = tokenize_rows(
         data.test, tokenizer, config.data, max_model_len=limit, name=f"{data.name} (held out)"
     )
+    _check_vocabulary(config, model_config, tokenizer, (*train, *test))
     needed = max(len(p.token_ids) for p in (*train, *test)) + config.sampling.max_new_tokens
     warnings = []
     if needed > limit:
@@ -67,9 +69,31 @@ def read_inputs(config: Config, source: Any = None) -> Inputs:
     return Inputs(tokenizer, data, train, test, min(needed, limit), warnings)
 
 
-def _context(config: Config) -> int:
+def _check_vocabulary(
+    config: Config,
+    model_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+) -> None:
+    """Raise StrettoError for a token id that the model doesn't have."""
+    size = model_config.vocab_size
+    largest = max((int(p.token_ids.max()) for p in prompts), default=0)
+    if max(largest, int(tokenizer.eos_token_id)) >= size:
+        raise StrettoError(
+            f"the tokenizer of {config.model.tokenizer or config.model.path} gives token id "
+            f"{max(largest, int(tokenizer.eos_token_id))}, but the model {config.model.path} has {size} tokens; "
+            "name its own with model.tokenizer"
+        )
+    for token in config.sampling.stop_token_ids:
+        if token >= size:
+            raise StrettoError(
+                f"sampling.stop_token_ids: {token} is no token of the model {config.model.path}: it has 0 to {size - 1}"
+            )
+
+
+def _context(config: Config, model_config: PretrainedConfig) -> int:
     """The model's longest sequence, in tokens. Raises StrettoError if the configuration asks for a longer one."""
-    context: int = load_model_config(config.model).max_position_embeddings
+    context: int = model_config.max_position_embeddings
     wanted = config.engine.max_model_len
     if wanted is not None and wanted > context:
         raise StrettoError(

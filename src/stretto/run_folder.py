@@ -106,6 +106,11 @@ class RunFolder:
             raise
         return cls(path, lock)
 
+    def discard(self) -> None:
+        """Remove a run that has not begun."""
+        self._require_lock()
+        remove_atomically(self.path)
+
     def close(self) -> None:
         """Release the lock; the folder can be read further, not written."""
         if self._lock is not None:

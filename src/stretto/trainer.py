@@ -109,7 +109,7 @@ class Trainer:
     @classmethod
     def resume(
         cls,
-        folder: Path,
+        folder: str | Path,
         changes: Mapping[str, Any] | None = None,
         *,
         step: int | None = None,
@@ -123,6 +123,7 @@ class Trainer:
         What was given as Python objects must be given again. Raises StrettoError if `changes` would make it
         another run.
         """
+        folder = Path(folder)
         with RunFolder.open(folder) as run:
             saved = load_config(run.path / "config.toml")
         wanted = load_config(run.path / "config.toml", changes or {})
@@ -159,7 +160,12 @@ class Trainer:
                     "deterministic: a multi-turn task's environment answers in its own time, which decides what "
                     "runs beside what; the tokens are the same in float64 only"
                 )
-            run = _Run(self.config, inputs, workers, runtime, folder, self.reporter, stack)
+            try:
+                run = _Run(self.config, inputs, workers, runtime, folder, self.reporter, stack)
+            except BaseException:
+                if not self._resuming:
+                    folder.discard()  # nothing has begun: the name stays free for a second try
+                raise
             with runtime.signals():
                 run.restore(self._resume_step) if self._resuming else run.begin()
                 return run.go()

@@ -64,6 +64,7 @@ MESSAGES = [{"role": "user", "content": "U"}]
     [
         ("", False, {}, "row 1 of the data .from 0.: the prompt is empty"),
         ("  \n", True, {}, "row 1 of the data .from 0.: the prompt is empty"),
+        ("a \ud800", False, {}, "row 1 of the data .from 0.: the prompt is no text: half a surrogate pair"),
         ([], True, {}, "the prompt is empty"),
         ([{"role": "user", "content": ""}], True, {}, "the prompt is empty"),
         (MESSAGES, False, {}, "row 1 of .*chat messages need a chat template"),

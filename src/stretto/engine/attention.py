@@ -72,6 +72,7 @@ class CpuKeyValues:
     def __init__(
         self, layers: int, rows: int, length: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
+        _start_threads()
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         number = np.float64 if dtype == torch.float64 else np.float32
         blocks = -(-length // BLOCK)
@@ -119,6 +120,13 @@ class CpuKeyValues:
         k = torch.cat([_unblocked(keys[shared_row], shared), _unblocked(keys[row], own)], dim=1)
         v = torch.cat([values[shared_row, :, :shared], values[row, :, :own]], dim=1)
         return causal_attention(q, k, v, scale)
+
+
+def _start_threads() -> None:
+    """Have numba start its threads without a change to torch's: it sets OpenMP's number, which is torch's too."""
+    threads = torch.get_num_threads()
+    numba.set_num_threads(1)  # the first call starts them
+    torch.set_num_threads(threads)
 
 
 def _unblocked(keys: torch.Tensor, count: int) -> torch.Tensor:
@@ -236,7 +244,7 @@ def _store(
 # function passes to another is counted as a reference.
 
 
-@kernel(fastmath=True)
+@kernel()
 def _score(
     keys: FloatArray, row: int, head: int, query: FloatArray, scores: FloatArray, count: int, largest: float
 ) -> float:
@@ -259,7 +267,7 @@ def _score(
     return largest
 
 
-@kernel(fastmath=True)
+@kernel()
 def _exponentials(
     scores: FloatArray,
     count: int,
@@ -295,7 +303,7 @@ def _exponentials(
     return total
 
 
-@kernel(fastmath=True)
+@kernel()
 def _gather(
     values: FloatArray, row: int, head: int, weights: FloatArray, count: int, out: FloatArray
 ) -> None:
@@ -315,7 +323,7 @@ def _gather(
             out[d] += weights[j] * values[row, head, j, d]
 
 
-@kernel(parallel=True, fastmath=True)
+@kernel(parallel=True)
 def _attend(
     keys: FloatArray,
     values: FloatArray,

@@ -128,6 +128,13 @@ def render(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
     if not any(message["content"].strip() for message in messages):
         raise StrettoError(f"data: {place}: the prompt is empty")
+    for message in messages:
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:
+            raise StrettoError(
+                f"data: {place}: the prompt is no text: half a surrogate pair at character {error.start}"
+            ) from error
     if not template:
         if not isinstance(prompt, str):
             raise StrettoError(
