@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from stretto.checkpoints import FORMAT, STATE_FILE, Checkpoint
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.run_folder import RunFolder
-from tests.faults.disk import rollout
+from tests.faults.disk import live, rollout
 
 STATE = {"version": 1, "rng": [2**64, 0.1], "best": {"score": float("-inf")}}
 
@@ -410,3 +411,12 @@ def test_where_links_are_impossible_latest_is_a_text_file(
         run.rewind(3)
     assert (run.path / "latest").read_text() == "checkpoints/step-000003\n"
     assert not (run.path / "best").exists()
+
+
+def test_checkpoints_that_were_deleted_do_not_begin_the_run_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    live(path, [])
+    shutil.rmtree(path / "checkpoints")
+    (path / "checkpoints").mkdir()
+    with RunFolder.open(path) as run, pytest.raises(StrettoError, match="had checkpoints"):
+        run.newest_checkpoint()

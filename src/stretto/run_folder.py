@@ -217,6 +217,11 @@ class RunFolder:
         to resume from.
         """
         steps = self.checkpoint_steps()
+        if not steps and _linked_step(self.path / "latest") is not None:
+            raise StrettoError(
+                f"{self.path / _CHECKPOINTS} is empty, but the run had checkpoints: put them back; "
+                "to begin anew, train under another name"
+            )
         if step is not None and step not in steps:
             raise StrettoError(f"{self.path} has no checkpoint of step {step}; it has {steps or 'none'}")
         found = self._newest_whole(steps if step is None else [step])
