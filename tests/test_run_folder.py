@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -78,7 +77,13 @@ def test_neither_is_anything_else(tmp_path: Path) -> None:
 
 def test_an_empty_folder_becomes_a_run(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, 'name = "Ω"\n').close()
-    assert RunFolder.open(tmp_path).config_toml == 'name = "Ω"\n'
+    assert (tmp_path / "config.toml").read_text(encoding="utf-8") == 'name = "Ω"\n'
+
+
+def test_what_a_resumed_run_changes_is_kept(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", "steps = 3\n") as run:
+        run.save_config("steps = 5\n")
+    assert (tmp_path / "run" / "config.toml").read_text() == "steps = 5\n"
 
 
 def test_what_is_no_run_is_not_opened(run: RunFolder, tmp_path: Path) -> None:
@@ -159,53 +164,6 @@ def test_folders_that_a_copy_dropped_come_back(run: RunFolder, tmp_path: Path) -
     assert RunFolder.open(tmp_path / "new").newest_checkpoint() is None
     with RunFolder.open(tmp_path / "new", writable=True) as new:
         take_step(new, 1)
-
-
-# ---- metrics --------------------------------------------------------------------------------------------
-
-
-def test_metrics_are_strict_json_lines(run: RunFolder) -> None:
-    row = {"step": 4, "nan": float("nan"), "inf": [np.float32("inf")], "n": np.int64(3), "x": np.float32(0.5)}
-    run.append_metrics(row)
-    line = (run.path / "metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(line, parse_constant=pytest.fail) == {
-        "step": 4,
-        "nan": None,
-        "inf": [None],
-        "n": 3,
-        "x": 0.5,
-    }
-    with pytest.raises(ValueError, match='integer "step"'):
-        run.append_metrics({"loss": 1.0})
-
-
-@pytest.mark.parametrize("torn", [b"{", b'{"step": 4}', b"\0\0\0"])
-def test_a_torn_last_line_is_left_out_and_repaired_on_resume(
-    run: RunFolder, torn: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    run.close()
-    path = run.path / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + torn)
-    assert [row["step"] for row in RunFolder.open(run.path).metrics()] == [1, 2, 3]
-    assert "the last line is incomplete" in caplog.text
-    with RunFolder.open(run.path, writable=True) as resumed:
-        assert "removed an incomplete last line" in caplog.text
-        assert path.read_bytes() == whole
-        resumed.append_metrics({"step": 4})
-        assert [row["step"] for row in resumed.metrics()] == [1, 2, 3, 4]
-
-
-def test_a_damaged_line_is_named(run: RunFolder) -> None:
-    path = run.path / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + b"garbage\n" + lines[2])
-    with pytest.raises(StrettoError, match=r"metrics\.jsonl, line 2"):
-        run.metrics()
-    with pytest.raises(StrettoError, match=r"metrics\.jsonl, line 2 is damaged"):
-        run.rewind(3)
-    assert run.rewind(1)["metrics"] == 2  # what is later than the checkpoint is written again anyway
-    assert path.read_bytes() == lines[0]
 
 
 # ---- logs and checkpoints -------------------------------------------------------------------------------

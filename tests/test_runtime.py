@@ -71,6 +71,16 @@ def test_the_first_signal_is_an_event_the_second_ends_at_once() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_second_signal_counts_as_one_though_the_first_came_in_an_evaluation() -> None:
+    run, evaluation = LiveRuntime(), LiveRuntime()
+    with run.signals():
+        with evaluation.signals():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert evaluation.wait() == [Interrupted(signal.SIGINT)]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_signals_are_left_alone_outside_the_main_thread() -> None:
     seen: list[object] = []
 

@@ -19,8 +19,9 @@ from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.observe.progress import SilentReporter
 from stretto.records import State
+from stretto.run import RunResult
 from stretto.run_folder import RunFolder
-from stretto.trainer import RunResult, Trainer
+from stretto.trainer import Trainer, train
 from tests.models import tiny_model
 from tests.tasks.two_turn import TwoTurn
 
@@ -109,6 +110,7 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not_stopped(undisturbed: Path
     folder = Trainer(small(tmp_path, "halves", steps=2)).run().folder
     Trainer.resume(folder, {"steps": 3}).run()
     assert_same_run(undisturbed, folder)
+    assert load_config(folder / "config.toml").steps == 3  # interrupted again, it goes on to there
 
 
 class KillAt(SilentReporter):
@@ -204,6 +206,34 @@ def test_a_run_goes_back_to_before_its_best_checkpoint(tmp_path: Path) -> None:
     Trainer.resume(folder, step=3).run()
     assert steps() == [3, 4]
     assert (folder / "best").resolve().name == "step-000004"
+
+
+def test_a_new_way_to_evaluate_chooses_the_best_checkpoint_anew(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"steps": 2, "eval.enabled": True, "eval.limit": 1, "eval.every": 1}
+    changes["reward.functions"] = [f"{__file__}:earlier_is_better"]
+    folder = Trainer(small(tmp_path, "anew", **changes)).run().folder
+    assert (folder / "best").resolve().name == "step-000001"
+    reporter = Messages()
+    Trainer.resume(folder, {"steps": 3, "eval.limit": 2}, reporter=reporter).run()
+    assert (folder / "best").resolve().name == "step-000003"
+    assert any("eval.limit changed: accuracies" in text for text in reporter.texts)
+
+
+def earlier_is_better(completion: str, row: Mapping[str, Any]) -> float:
+    return -time.time()
+
+
+class Messages(SilentReporter):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def test_what_is_no_reward_is_refused() -> None:
+    with pytest.raises(StrettoError, match="reward is 5: expected a function"):
+        train(data=[{"prompt": "?"}], reward=5)  # type: ignore[arg-type]
 
 
 def test_resume_with_other_data_is_refused_and_removes_nothing(tmp_path: Path) -> None:

@@ -9,14 +9,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from stretto.config import Config
     from stretto.errors import StrettoError
-    from stretto.trainer import RunResult, Trainer, evaluate, train
+    from stretto.run import RunResult
+    from stretto.trainer import Trainer, evaluate, train
 
 __all__ = ["Config", "RunResult", "StrettoError", "Trainer", "__version__", "evaluate", "train"]
 
 _WHERE = {
     "Config": "stretto.config",
     "StrettoError": "stretto.errors",
-    "RunResult": "stretto.trainer",
+    "RunResult": "stretto.run",
     "Trainer": "stretto.trainer",
     "evaluate": "stretto.trainer",
     "train": "stretto.trainer",

@@ -54,9 +54,12 @@ def read_inputs(config: Config, source: Any = None) -> Inputs:
     context = _context(config, model_config)
     data = load_data(config.data, config.eval, source)
     limit = config.engine.max_model_len or context
-    train = tokenize_rows(data.train, tokenizer, config.data, max_model_len=limit, name=data.name)
+    train = tokenize_rows(
+        data.train, tokenizer, config.data, max_model_len=limit, name=data.name, place=data.place
+    )
+    held_out = f"{data.name} (held out)"
     test = tokenize_rows(
-        data.test, tokenizer, config.data, max_model_len=limit, name=f"{data.name} (held out)"
+        data.test, tokenizer, config.data, max_model_len=limit, name=held_out, place=data.test_place
     )
     _check_vocabulary(config, model_config, tokenizer, (*train, *test))
     needed = max(len(p.token_ids) for p in (*train, *test)) + config.sampling.max_new_tokens

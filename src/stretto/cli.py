@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
     from stretto.config import Config
-    from stretto.trainer import RunResult
+    from stretto.run import RunResult
 
 BENCHMARKS = ("engine", "bookkeeping")
 CHECKPOINTS = ("initial", "latest", "best")
@@ -334,9 +334,9 @@ def _checkpoint(name: str) -> str:
 
 
 def _line(content: Mapping[str, Any]) -> str:
-    from stretto.observe.metrics import finite
+    from stretto.metrics_file import plain
 
-    return dumps(finite(content))
+    return dumps(plain(content))
 
 
 def _status(result: RunResult) -> int:

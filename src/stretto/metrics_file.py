@@ -25,7 +25,7 @@ def append(path: Path, metrics: Mapping[str, Any]) -> None:
     """
     if not isinstance(metrics.get("step"), int):
         raise ValueError('metrics need an integer "step"')
-    append_synced(path, (json.dumps(_plain(metrics), allow_nan=False) + "\n").encode())
+    append_synced(path, (json.dumps(plain(metrics), allow_nan=False) + "\n").encode())
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -48,6 +48,23 @@ def repair(path: Path) -> None:
     if torn:
         write_atomically(path, b"".join(lines))
         logger.warning("%s: removed an incomplete last line (%d bytes)", path, len(torn))
+
+
+def check(path: Path, newest: int) -> None:
+    """Say which steps before checkpoint `newest` have no line: a run goes on without, since it computes nothing from
+    them.
+    """
+    rows = [_parse(line) for line in _lines(path)[0]]
+    missing = set(range(1, newest)) - {row["step"] for row in rows if row is not None}
+    if missing:
+        logger.warning(
+            "%s lacks %d of the %d steps before checkpoint %d, the first is %d: they are not written again",
+            path,
+            len(missing),
+            newest - 1,
+            newest,
+            min(missing),
+        )
 
 
 def rewind(path: Path, step: int) -> int:
@@ -87,13 +104,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The same as JSON has it: numpy scalars as numbers, None for NaN and infinities, which it has not."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

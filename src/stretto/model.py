@@ -207,7 +207,8 @@ def location(path: str) -> str:
 
 
 def _not_loaded(what: str, path: str, error: Exception) -> str:
-    detail = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    detail = " ".join(lines[:3]) or type(error).__name__  # the reason is often not in the first one
     if Path(path).exists():
         return f'the {what} in "{path}" could not be loaded: {detail}'
     if _HUB_NAME.fullmatch(path):

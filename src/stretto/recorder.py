@@ -86,7 +86,8 @@ class Recorder:
         self._evaluate = evaluate
         self.timeline = Timeline(folder.path / "timeline.json")
         self.boundary: Boundary | None = None
-        self.best: tuple[float, int] | None = None  # accuracy, step
+        # accuracy, step; without an accuracy where it cannot be compared with those to come
+        self.best: tuple[float | None, int] | None = None
         self.interrupted = False  # within an evaluation
         self._batch: UpdateBatch | None = None
         self._clock = _Clock()
@@ -169,7 +170,8 @@ class Recorder:
             return None
         metrics = evaluation.metrics()
         self.reporter.evaluation(f"step {step}", metrics)
-        if step > 0 and (self.best is None or metrics["eval/accuracy"] > self.best[0]):
+        best = self.best[0] if self.best else None
+        if step > 0 and (best is None or metrics["eval/accuracy"] > best):
             self.best = (metrics["eval/accuracy"], step)
         return metrics
 

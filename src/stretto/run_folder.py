@@ -1,6 +1,6 @@
 """A run on disk: its configuration, metrics, logs of rollouts, and checkpoints.
 
-    runs/NAME/  config.toml                     as resolved when the run began
+    runs/NAME/  config.toml                     as resolved when the run began or was resumed
                 metrics.jsonl                   one object per optimiser step
                 rollouts/step-000012.parquet    what finished since step 11
                 consumed/step-000012.parquet    what update 12 was made of
@@ -30,6 +30,7 @@ from stretto.atomic import (
     link_atomically,
     remove_atomically,
     remove_leftovers,
+    write_atomically,
     write_folder_atomically,
     write_synced,
 )
@@ -106,6 +107,13 @@ class RunFolder:
             raise
         return cls(path, lock)
 
+    def save_config(self, config_toml: str) -> None:
+        """Replace the configuration, where a resumed run changes what it may."""
+        self._require_lock()
+        path = self.path / "config.toml"
+        if path.read_bytes() != config_toml.encode():
+            write_atomically(path, config_toml.encode())
+
     def discard(self) -> None:
         """Remove a run that has not begun."""
         self._require_lock()
@@ -124,11 +132,6 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def config_toml(self) -> str:
-        """The configuration as resolved when the run began."""
-        return (self.path / "config.toml").read_text(encoding="utf-8")
 
     # ---- metrics and logs ---------------------------------------------------------------------------------
 
@@ -229,6 +232,7 @@ class RunFolder:
             return None
         checkpoint, fingerprints = found
         self._check_logs(checkpoint.step, fingerprints)
+        metrics_file.check(self.path / "metrics.jsonl", checkpoint.step)
         return checkpoint
 
     def prune(self, keep: int, best: int | None = None) -> list[int]:
@@ -280,7 +284,8 @@ class RunFolder:
         removed["metrics"] = metrics_file.rewind(self.path / "metrics.jsonl", step)
         if any(removed.values()):
             counts = ", ".join(f"{count} of {name}" for name, count in removed.items() if count)
-            logger.warning("%s: rewound to step %d; to be written again: %s", self.path, step, counts)
+            where = f"step {step}" if step >= 0 else "its beginning"
+            logger.warning("%s: rewound to %s; to be written again: %s", self.path, where, counts)
         return removed
 
     # ---- inside -------------------------------------------------------------------------------------------

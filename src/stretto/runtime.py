@@ -100,20 +100,28 @@ class LiveRuntime:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        seen: list[int] = []
-
-        def handle(number: int, _frame: FrameType | None) -> None:
-            if seen:
-                raise KeyboardInterrupt
-            seen.append(number)
-            self.post(Interrupted(number))
-
-        before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        outer = signal.getsignal(signal.SIGINT)
+        seen = outer.seen if isinstance(outer, _Handler) else []  # within a run's evaluation
+        handler = _Handler(self.post, seen)
+        before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, previous in before.items():
+                signal.signal(number, previous)
+
+
+class _Handler:
+    """Posts the first signal; raises KeyboardInterrupt at the second."""
+
+    def __init__(self, post: Callable[[Event], None], seen: list[int]) -> None:
+        self.post, self.seen = post, seen
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.seen:
+            raise KeyboardInterrupt
+        self.seen.append(number)
+        self.post(Interrupted(number))
 
 
 class SimulatedRuntime:

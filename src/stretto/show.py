@@ -16,8 +16,8 @@ from rich.text import Text
 from stretto.config import load_config
 from stretto.errors import StrettoError, nearest
 from stretto.history.log import read_rollouts
+from stretto.metrics_file import plain
 from stretto.observe.live import sparkline
-from stretto.observe.metrics import finite
 from stretto.observe.progress import evaluation_text, headline, number, percent
 from stretto.records import Rollout
 from stretto.run_folder import RunFolder
@@ -55,7 +55,7 @@ def summary(path: Path) -> dict[str, Any]:
         "steps": max((row["step"] for row in metrics), default=0),
         "total_steps": config.steps,
         "checkpoints": folder.checkpoint_steps(),
-        "metrics": [finite(row) for row in metrics],
+        "metrics": [plain(row) for row in metrics],
         "config": config.model_dump(mode="json"),
     }
 
@@ -154,12 +154,12 @@ def rollout_record(step: int, rollout: Rollout, decode: Decode) -> dict[str, Any
         "response": decode(rollout.token_ids.tolist()),
         "tokens": int(rollout.token_ids.size),
         "reward": rollout.reward,
-        "reward_parts": finite(rollout.reward_parts),
+        "reward_parts": plain(rollout.reward_parts),
         "reward_status": rollout.reward_status,
         "finish_reason": str(rollout.finish_reason),
         "versions": [int(version) for version in np.unique(rollout.versions)],
     }
-    return finite(record)
+    return {name: plain(value) for name, value in record.items()}
 
 
 def groups_text(records: Sequence[Mapping[str, Any]], *, whole: bool) -> RenderableType:

@@ -281,6 +281,23 @@ def test_keys_that_contradict_each_other_are_refused(
     load_config({}, overrides)  # the others alone are legal
 
 
+def test_another_source_of_prompts_takes_the_place_of_the_one_below(toml: Any) -> None:
+    file = toml('[data]\ntask = "knights"\nargs = { train = 5 }\nlimit = 3\n')
+    config = load_config(file, ["--data.path", "rows.jsonl"])
+    assert (config.data.task, config.data.path, config.data.args) == (
+        None,
+        str(Path("rows.jsonl").absolute()),
+        {},
+    )
+    assert config.data.limit == 3
+    assert load_config(file, ["--data.task", "knights"]).data.args == {"train": 5}
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbfsteps = 7\n")
+    assert load_config(tmp_path / "run.toml").steps == 7
+
+
 def test_a_missing_file_names_the_nearest(toml: Any, tmp_path: Path) -> None:
     path = toml("steps = 1\n", "gsm8k.toml")
     assert refused(tmp_path / "gsm8.toml").endswith(f'no such file or preset; did you mean "{path}"?')

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from stretto.demo import MODEL_PATH
 from stretto.demo.tokenizer import build_tokenizer
+from stretto.model import location
 from stretto.tasks.knights import KnightsAndKnaves
 from stretto.tasks.knights_traces import write_trace
 
+MODEL_PATH = Path(location("demo"))
 MAX_NEW_TOKENS = 576
 
 

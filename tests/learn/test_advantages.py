@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.errors import StrettoError
 from stretto.learn.advantages import group_advantages
 
 NAN = float("nan")
@@ -37,6 +38,12 @@ def test_excluded_rollouts_do_not_count() -> None:
 def test_infinite_rewards_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         advantages([1, float("inf")], [0, 0])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_rewards_beyond_what_a_number_holds_are_refused(normalize: bool) -> None:
+    with pytest.raises(StrettoError, match=r"rewards between -1e\+308 and 1.7e\+308 in one group"):
+        advantages([-1e308, 1.7e308, 1.7e308], [0, 0, 0], normalize=normalize)
 
 
 @given(

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from stretto.metrics_file import plain
 from stretto.observe.metrics import (
     Generation,
     Seconds,
     bubble_ratio,
     evaluation_metrics,
-    finite,
     length_metrics,
     step_metrics,
     wilson_interval,
@@ -115,7 +115,7 @@ def test_ratios_over_nothing_are_no_number() -> None:
     found = metrics_of(UpdateBatch(0, []))
     for key in ("reward/mean", "rollout/bubble_ratio", "spec/mean_acceptance_length", "response_length/p99"):
         assert math.isnan(found[key])
-    assert finite(found)["reward/mean"] is None
+    assert plain(found)["reward/mean"] is None
 
 
 def test_idle_slots_and_acceptance_are_ratios_of_sums() -> None:
@@ -183,12 +183,12 @@ def test_scores_beyond_0_and_1_get_the_means_interval() -> None:
     margin = 1.959963984540054 * np.std([-1, 0, 1, 2], ddof=1) / 2
     assert found["accuracy/low"] == pytest.approx(0.5 - margin)
     assert found["accuracy/high"] == pytest.approx(0.5 + margin)
-    assert finite(evaluation_metrics([rollout(0, 3.0)]))["accuracy/low"] is None
-    assert finite(evaluation_metrics([]))["accuracy"] is None
+    assert plain(evaluation_metrics([rollout(0, 3.0)]))["accuracy/low"] is None
+    assert plain(evaluation_metrics([]))["accuracy"] is None
 
 
 def test_figures_for_json_are_plain_numbers() -> None:
-    found = finite(
+    found = plain(
         {"a": np.float32(0.5), "b": np.int64(3), "c": np.float32("nan"), "d": math.inf, "e": "text"}
     )
     assert found == {"a": 0.5, "b": 3, "c": None, "d": None, "e": "text"}

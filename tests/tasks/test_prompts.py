@@ -102,7 +102,7 @@ def test_a_prompt_longer_than_the_context(
     assert not caplog.records
     assert texts(rows, plain, length=4, long_prompts="skip") == ["Puzzle", "Puzzle says"]
     assert [r.message for r in caplog.records] == [
-        "the data: 1 prompts longer than 3 tokens are left out, the first in row 1 (from 0)"
+        "the data: 1 prompts longer than 3 tokens are left out, the first: row 1 of the data (from 0)"
     ]
     with pytest.raises(StrettoError, match="every prompt"):
         texts(rows[1:2], plain, length=4, long_prompts="skip")

@@ -52,7 +52,7 @@ def test_the_built_in_task() -> None:
 
 def test_a_class_a_function_with_splits_and_one_without() -> None:
     task = load(task=TWO_TURN, args={"size": 3})
-    assert (len(task.train), len(task.test), task.multi_turn) == (3, 3, True)
+    assert (len(task.train), len(task.test)) == (3, 3)
     both = load(task="tests.tasks.test_sources:split_rows", args={"size": 1})
     assert (both.train, both.test, both.task) == ([{"prompt": "train 0"}], [{"prompt": "test 0"}], None)
     one = load(task="tests.tasks.test_sources:rows_of")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.config.checks import require_source, warnings
+from stretto.config.checks import COMPARED, require_source, resume_warnings, warnings
 from stretto.config.dump import MAY_CHANGE_ON_RESUME, check_resumable, difference, dump_toml
 from stretto.config.load import load_config, preset_names
 from stretto.config.overrides import parse_options, split_words
@@ -24,6 +24,7 @@ from stretto.config.sections import (
 )
 
 __all__ = [
+    "COMPARED",
     "MAY_CHANGE_ON_RESUME",
     "CheckpointConfig",
     "Config",
@@ -46,6 +47,7 @@ __all__ = [
     "parse_options",
     "preset_names",
     "require_source",
+    "resume_warnings",
     "split_words",
     "warnings",
 ]

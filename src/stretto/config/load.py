@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from stretto.config.checks import SOURCES
 from stretto.config.keys import KEYS, OPTIONAL_SECTIONS, SECTIONS, ancestors, did_you_mean, shown
 from stretto.config.overrides import parse_options
 from stretto.config.paths import resolve_paths
@@ -83,7 +84,18 @@ def load_config(
     if problems:
         raise StrettoError("\n".join(dict.fromkeys(problems)))
     resolve_paths(layer, Path.cwd())
+    _leave_source(tree, layer)
     return _validate(_merge(tree, layer), place)
+
+
+def _leave_source(below: Tree, above: Tree) -> None:
+    """Where `above` names another source of prompts, drop the one of `below`, and what was meant for it."""
+    old, new = below.get("data"), above.get("data")
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return
+    if any(new.get(key) not in (None, "none", old.get(key)) for key in SOURCES):
+        for key in (*SOURCES, "args"):
+            old.pop(key, None)
 
 
 def _plain(mapping: Mapping[str, Any]) -> Tree:
@@ -106,7 +118,7 @@ def _read(source: str | Path | None) -> tuple[str, str, Path | None]:
             f"{name}: is a folder; expected a TOML file or a preset (stretto resume continues a run)"
         )
     try:
-        return path.read_text("utf-8"), name, path.resolve().parent
+        return path.read_text("utf-8-sig"), name, path.resolve().parent
     except FileNotFoundError:
         near = nearest(name, [*presets, *(str(path.parent / p.name) for p in path.parent.glob("*.toml"))])
         raise StrettoError(f"{name}: no such file or preset; {near}") from None

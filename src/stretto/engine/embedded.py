@@ -103,9 +103,11 @@ class EmbeddedEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises `StrettoError`, with none of them queued, if one can't be run."""
         names = [(request.id, request.attempt) for request in requests]
+        seen: set[tuple[int, int]] = set()
         for request, name in zip(requests, names, strict=True):
-            if name in self._waiting or name in self._slot_of or names.count(name) > 1:
+            if name in self._waiting or name in self._slot_of or name in seen:
                 raise StrettoError(f"request {request.id} (attempt {request.attempt}) is here already")
+            seen.add(name)
             self._refuse_unfit(request)
         for request, name in zip(requests, names, strict=True):
             if request.prompt_ids.size + request.token_ids.size >= response_limit(

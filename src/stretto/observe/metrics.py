@@ -186,12 +186,6 @@ def wilson_interval(successes: float, trials: int, confidence: float = 0.95) -> 
     return max(0.0, centre - margin), min(1.0, centre + margin)
 
 
-def finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The same figures as plain numbers, None where there is none: JSON has neither NaN nor infinity."""
-    plain = {name: v.item() if isinstance(v, np.generic) else v for name, v in metrics.items()}
-    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
-
-
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return float(np.mean(numbers)) if numbers else math.nan

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
 from stretto.config import Config
-from stretto.observe.metrics import finite
+from stretto.metrics_file import plain
 
 TIME_PARTS = ("rollout", "reward", "update", "sync")
 
@@ -91,7 +91,7 @@ class JsonReporter:
         self._line("end", {})
 
     def _line(self, event: str, content: Mapping[str, Any]) -> None:
-        print(json.dumps({"event": event, **finite(content)}), file=self._stream, flush=True)
+        print(json.dumps({"event": event, **plain(content)}), file=self._stream, flush=True)
 
 
 class PlainReporter:
@@ -157,10 +157,9 @@ def headline(config: Config, total_steps: int, run: str) -> str:
     """What is about to happen, in one line."""
     source = config.data.task or config.data.path or config.data.dataset or "own data"
     batch = f"{config.schedule.prompts} prompts x {config.schedule.samples} samples"
+    steps = "1 step" if total_steps == 1 else f"{total_steps} steps"
     return " · ".join(
-        part
-        for part in (run, config.model.path, source, f"{total_steps} steps of {batch}", config.schedule.kind)
-        if part
+        part for part in (run, config.model.path, source, f"{steps} of {batch}", config.schedule.kind) if part
     )
 
 

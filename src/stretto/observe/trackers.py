@@ -18,7 +18,7 @@ from typing import Any
 
 from stretto.config import Config, dump_toml
 from stretto.errors import StrettoError
-from stretto.observe.metrics import finite
+from stretto.metrics_file import plain
 
 Log = Callable[[Mapping[str, float], int], object]
 Close = Callable[[], object]
@@ -43,7 +43,7 @@ class Trackers:
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the figures of an optimiser step; what is no finite number is left out (metrics.jsonl has null)."""
         numbers = {
-            name: v for name, v in finite(metrics).items() if name != "step" and isinstance(v, int | float)
+            name: v for name, v in plain(metrics).items() if name != "step" and isinstance(v, int | float)
         }
         for tracker in list(self._trackers):
             self._attempt(tracker, partial(tracker.log, numbers, step))

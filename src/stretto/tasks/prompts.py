@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,21 +33,22 @@ def tokenize_rows(
     *,
     max_model_len: int,
     name: str = "the data",
+    place: Callable[[int], str] | None = None,
 ) -> list[Prompt]:
     """The prompts of `rows`, in order. A prompt must leave room for one token in the context.
 
     Chat templates: `config.chat_template` None uses the tokenizer's where it has one; text is then one user message.
     Without it, text is tokenised as it is, with the special tokens that the tokenizer adds by itself. Rows with equal
-    token ids are legal: `occurrence` tells them apart.
+    token ids are legal: `occurrence` tells them apart. `name` and `place(row)` say in messages what is meant.
 
     Raises:
         StrettoError: an empty prompt; a prompt too long (unless `config.long_prompts` is "skip"); a chat template
             that is needed and not there.
     """
     template = uses_template(tokenizer, config)
+    where = place or (lambda index: f"row {index} of {name} (from 0)")
     texts = [
-        render(row[config.prompt_column], tokenizer, config, template, f"row {i} of {name} (from 0)")
-        for i, row in enumerate(rows)
+        render(row[config.prompt_column], tokenizer, config, template, where(i)) for i, row in enumerate(rows)
     ]
     encoded = tokenizer(texts, add_special_tokens=not template)["input_ids"] if texts else []
     limit = max_model_len - 1
@@ -58,40 +59,40 @@ def tokenize_rows(
     skipped: list[int] = []
     for index, (row, ids) in enumerate(zip(rows, encoded, strict=True)):
         if not ids:
-            raise StrettoError(f"data: row {index} of {name} (from 0): the prompt is empty: it has no tokens")
+            raise StrettoError(f"data: {where(index)}: the prompt is empty: it has no tokens")
         if len(ids) > limit:
             if config.long_prompts == "error":
-                raise StrettoError(too_long(index, name, len(ids), max_model_len, config))
+                raise StrettoError(too_long(where(index), len(ids), max_model_len, config))
             skipped.append(index)
             continue
         token_ids = np.asarray(ids, np.int64)
         uid = prompt_uid(token_ids)
         prompts.append(Prompt(index, uid, seen[uid], token_ids, row))
         seen[uid] += 1
-    report(prompts, seen, skipped, limit, name)
+    report(prompts, seen, [where(index) for index in skipped], limit, name)
     return prompts
 
 
-def too_long(index: int, name: str, length: int, max_model_len: int, config: DataConfig) -> str:
+def too_long(place: str, length: int, max_model_len: int, config: DataConfig) -> str:
     if config.max_prompt_tokens is not None and config.max_prompt_tokens < max_model_len:
         allowed = f"data.max_prompt_tokens allows {config.max_prompt_tokens}"
     else:
         allowed = f"a context of {max_model_len} allows {max_model_len - 1} (one token is for the response)"
     return (
-        f"data: row {index} of {name} (from 0): the prompt has {length} tokens, {allowed}; "
+        f"data: {place}: the prompt has {length} tokens, {allowed}; "
         'data.long_prompts = "skip" leaves such rows out'
     )
 
 
 def report(
-    prompts: Sequence[Prompt], seen: Counter[str], skipped: Sequence[int], limit: int, name: str
+    prompts: Sequence[Prompt], seen: Counter[str], skipped: Sequence[str], limit: int, name: str
 ) -> None:
     """Say once what is unusual about the prompts."""
     if skipped:
         if not prompts:
             raise StrettoError(f"data: every prompt of {name} is longer than {limit} tokens")
         logger.warning(
-            "%s: %d prompts longer than %d tokens are left out, the first in row %d (from 0)",
+            "%s: %d prompts longer than %d tokens are left out, the first: %s",
             name,
             len(skipped),
             limit,

@@ -30,15 +30,13 @@ class Data:
     test: Sequence[Row]
     task: Any = None  # a `Task` or `MultiTurnTask`; None: the data has no verifier of its own
     prompt_column: str = "prompt"
+    place: Callable[[int], str] | None = None  # of a row to train on, for messages
+    test_place: Callable[[int], str] | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of the columns of the training and held-out rows, in order of appearance."""
         return tuple(dict.fromkeys(name for rows in (self.train, self.test) for row in rows for name in row))
-
-    @property
-    def multi_turn(self) -> bool:
-        return hasattr(self.task, "observe")
 
 
 def load_data(data: DataConfig, evaluation: EvalConfig, source: Any = None) -> Data:
@@ -63,7 +61,7 @@ def load_data(data: DataConfig, evaluation: EvalConfig, source: Any = None) -> D
     for rows, found in zip(kept, (train, test), strict=True):
         check_prompts(rows, data.prompt_column, found.place)
     verifier = task if hasattr(task, "score") else None
-    return Data(name, *kept, verifier, data.prompt_column)
+    return Data(name, *kept, verifier, data.prompt_column, train.place, test.place)
 
 
 def read_train(data: DataConfig, task: Any, name: str) -> Found:
