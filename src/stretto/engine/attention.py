@@ -21,7 +21,13 @@ from stretto.records import BoolArray, FloatArray, IntArray
 from stretto.sampling import kernel
 
 BLOCK = 64  # positions whose keys lie together
-PARALLEL_WORK = 1 << 17  # positions times heads that one thread attends to in about two milliseconds
+PIECES = 4  # into which the tokens are cut for each head, so that threads get the same amount of work
+WORK = (
+    1 << 13
+)  # positions times heads: a tenth of a millisecond of one thread, from which on a second one pays
+WORK_BESIDE_TORCH = (
+    1 << 17
+)  # the same where torch's idle threads, which spin for a millisecond, are in the way
 SPAN = 32  # from this many new tokens of one request on, matrix products beat the exact-length kernel
 
 
@@ -82,15 +88,14 @@ class CpuKeyValues:
         self.keys = [torch.from_numpy(keys) for keys, _ in self._arrays]
         self.values = [torch.from_numpy(values) for _, values in self._arrays]
         self.heads = kv_heads
+        self.threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
         self._exponential = _exponential(self.dtype)
 
     def pack(self, packing: Packing) -> None:
         self._packing = packing
-        # Torch's idle threads spin for about a millisecond after each of its operations, and so get in the way of
-        # ours: a second thread pays only where there is more than that to do.
-        much = int(packing.position[packing.single].sum()) * self.heads > PARALLEL_WORK
-        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) if much else 1  # type: ignore[attr-defined]
-        numba.set_num_threads(threads)
+        work = int(packing.position[packing.single].sum()) * self.heads
+        enough = WORK if torch.get_num_threads() == 1 else WORK_BESIDE_TORCH
+        numba.set_num_threads(self.threads if work > enough else 1)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -240,15 +245,22 @@ def _store(
 
 
 # Inner loops run from 0 over contiguous vectors: numba turns only such loops into vector instructions, since an
-# index that might be negative would count from the end. Whole arrays are handed over, since every slice that one
-# function passes to another is counted as a reference.
+# index that might be negative would count from the end. Maxima and sums are kept per position of a block first: the
+# compiler may not reorder a float sum, and one chain of additions would take longer than all the rest. Whole arrays
+# are handed over, since every slice that one function passes to another is counted as a reference.
 
 
 @kernel()
 def _score(
-    keys: FloatArray, row: int, head: int, query: FloatArray, scores: FloatArray, count: int, largest: float
-) -> float:
-    """Set the first `count` scores to `query` (D,) times the row's keys; returns their maximum, or `largest`."""
+    keys: FloatArray,
+    row: int,
+    head: int,
+    query: FloatArray,
+    scores: FloatArray,
+    count: int,
+    largest: FloatArray,
+) -> None:
+    """Set the first `count` scores to `query` (D,) times the row's keys; `largest` (BLOCK,) keeps their maxima."""
     size = query.size
     for block in range((count + BLOCK - 1) // BLOCK):
         lines = keys[row, head, block]
@@ -262,9 +274,8 @@ def _score(
         for d in range(size - (size - 1) % 4, size):
             for j in range(part.size):
                 part[j] += query[d] * lines[d, j]
-    for j in range(count):
-        largest = max(largest, scores[j])
-    return largest
+        for j in range(part.size):
+            largest[j] = max(largest[j], part[j])
 
 
 @kernel()
@@ -272,35 +283,36 @@ def _exponentials(
     scores: FloatArray,
     count: int,
     largest: float,
+    totals: FloatArray,
     bits: IntArray,
     coefficients: FloatArray,
     shift: int,
     bias: int,
-) -> float:
-    """Replace the first `count` scores by exp(score - largest) and return their sum.
+) -> None:
+    """Replace the first `count` scores by exp(score - largest) and add them to `totals` (BLOCK,).
 
     exp(x) = 2**m * 2**f with m whole and |f| <= 1/2; 2**f is a polynomial, 2**m is written as a float's bits (`bits`
-    is room for integers of the same size). The library's exp would be called number by number, and take most of
-    the attention's time.
+    (BLOCK,) is room for integers of the same size). The library's exp would be called number by number, and take most
+    of the attention's time.
     """
     kind, whole = scores.dtype.type, bits.dtype.type
     lowest = kind(2 - bias)  # of the exponents that a normal float has
-    values, powers = np.empty_like(scores), bits.view(scores.dtype)
-    for j in range(count):
-        power = max((scores[j] - largest) * coefficients[0], lowest)
-        exponent = math.floor(power + kind(0.5))
-        bits[j] = (whole(exponent) + whole(bias)) << whole(shift)
-        scores[j] = power - exponent
-        values[j] = coefficients[1]
-    for c in range(2, coefficients.size):
-        coefficient = coefficients[c]
-        for j in range(count):
-            values[j] = values[j] * scores[j] + coefficient
-    total = kind(0)
-    for j in range(count):
-        scores[j] = values[j] * powers[j]
-        total += scores[j]
-    return total
+    values, powers = np.empty_like(totals), bits.view(scores.dtype)
+    for block in range((count + BLOCK - 1) // BLOCK):
+        part = scores[block * BLOCK : min(count, (block + 1) * BLOCK)]
+        for j in range(part.size):
+            power = max((part[j] - largest) * coefficients[0], lowest)
+            exponent = np.floor(power + kind(0.5))
+            bits[j] = (whole(exponent) + whole(bias)) << whole(shift)
+            part[j] = power - exponent
+            values[j] = coefficients[1]
+        for c in range(2, coefficients.size):
+            coefficient = coefficients[c]
+            for j in range(part.size):
+                values[j] = values[j] * part[j] + coefficient
+        for j in range(part.size):
+            part[j] = values[j] * powers[j]
+            totals[j] += part[j]
 
 
 @kernel()
@@ -338,33 +350,47 @@ def _attend(
     out: FloatArray,
 ) -> None:
     """Softmax attention of the `single` tokens: query and out (T, H, D), over positions 0 .. position."""
-    group = query.shape[1] // keys.shape[1]
+    heads, size = keys.shape[1], query.shape[2]
+    group = query.shape[1] // heads
     room, coefficients, shift, bias = exponential
     longest = 1
     for i in range(single.size):
         longest = max(longest, position[single[i]] + BLOCK)
     # Heads outside, tokens inside: siblings, which are packed together, read their prompt's keys while these
-    # are in the cache.
-    for h in numba.prange(query.shape[1]):
-        head = h // group
+    # are in the cache, and so do the query heads of one key head.
+    pieces = min(single.size, PIECES)
+    for piece in numba.prange(heads * pieces):
+        head = piece // pieces
+        begin, end = (piece % pieces) * single.size // pieces, (piece % pieces + 1) * single.size // pieces
         ours, theirs = np.empty(longest, query.dtype), np.empty(longest, query.dtype)
-        bits = np.empty(longest, room.dtype)
-        scaled, mixed = np.empty(query.shape[2], query.dtype), np.empty(query.shape[2], query.dtype)
-        for i in range(single.size):
+        bits = np.empty(BLOCK, room.dtype)
+        blockwise = np.empty(BLOCK, query.dtype)
+        scaled, mixed = np.empty(size, query.dtype), np.empty(size, query.dtype)
+        for i in range(begin, end):
             t = single[i]
             middle = min(shared[t], position[t] + 1)
             own = position[t] + 1 - middle
-            for d in range(scaled.size):
-                scaled[d] = query[t, h, d] * scale
-                mixed[d] = 0
-            largest = _score(keys, shared_row[t], head, scaled, theirs, middle, -np.inf)
-            largest = _score(keys, row[t], head, scaled, ours, own, largest)
-            total = _exponentials(theirs, middle, largest, bits, coefficients, shift, bias)
-            total += _exponentials(ours, own, largest, bits, coefficients, shift, bias)
-            _gather(values, shared_row[t], head, theirs, middle, mixed)
-            _gather(values, row[t], head, ours, own, mixed)
-            for d in range(scaled.size):
-                out[t, h, d] = mixed[d] / total
+            for h in range(head * group, (head + 1) * group):
+                for d in range(size):
+                    scaled[d] = query[t, h, d] * scale
+                    mixed[d] = 0
+                for j in range(BLOCK):
+                    blockwise[j] = -np.inf
+                _score(keys, shared_row[t], head, scaled, theirs, middle, blockwise)
+                _score(keys, row[t], head, scaled, ours, own, blockwise)
+                largest = blockwise[0]
+                for j in range(BLOCK):
+                    largest = max(largest, blockwise[j])
+                    blockwise[j] = 0
+                _exponentials(theirs, middle, largest, blockwise, bits, coefficients, shift, bias)
+                _exponentials(ours, own, largest, blockwise, bits, coefficients, shift, bias)
+                _gather(values, shared_row[t], head, theirs, middle, mixed)
+                _gather(values, row[t], head, ours, own, mixed)
+                total = blockwise[0]
+                for j in range(1, BLOCK):
+                    total += blockwise[j]
+                for d in range(size):
+                    out[t, h, d] = mixed[d] / total
 
 
 def _exponential(dtype: torch.dtype) -> tuple[IntArray, FloatArray, int, int]:

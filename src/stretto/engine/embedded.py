@@ -8,7 +8,8 @@ tokens computed then samples the next one. How many tokens a request brings to a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ from stretto.records import (
     Stopped,
 )
 from stretto.weights import WeightsRef
+
+SMALL_MODEL = 10_000_000  # parameters, and
+SMALL_STEP = (
+    500_000_000  # parameters times tokens, below which a second thread does not speed torch's operations up
+)
 
 
 class EmbeddedEngine:
@@ -87,6 +93,7 @@ class EmbeddedEngine:
         self._stop_strings: dict[int, StopStrings] = {}  # by slot
         self._events: list[Event] = []  # answers to commands, for the next step
         self._counters: dict[str, float] = {}
+        self._parameters = sum(p.numel() for p in model.parameters())
         self.metrics()
         if model.device.type == "cpu":
             sampling.compile_kernels()
@@ -292,7 +299,7 @@ class EmbeddedEngine:
         device = self._model.device
         if self._model.training:  # a learner may have left the shared module so, with LoRA's dropout on
             self._model.eval()
-        with torch.inference_mode():
+        with torch.inference_mode(), self._threads(owner.size):
             self._key_values.pack(packing)
             hidden = policy.hidden_states(
                 self._model,
@@ -303,11 +310,24 @@ class EmbeddedEngine:
         self._counters["model_seconds"] += self._clock() - began
         return hidden
 
+    @contextmanager
+    def _threads(self, tokens: int) -> Iterator[None]:
+        """One thread for torch where more would only spin, and be in the way of the attention's."""
+        threads = torch.get_num_threads()
+        if threads == 1 or self._parameters > SMALL_MODEL or self._parameters * tokens > SMALL_STEP:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
     def _sample(self, slots: IntArray, hidden: torch.Tensor) -> list[Event]:
         """Draw the next token of each of `slots` (R,) from its newest hidden state (R, hidden); end what ends."""
         began = self._clock()
         columns = self._columns
-        with torch.inference_mode():
+        with torch.inference_mode(), self._threads(slots.size):
             logits = policy.logits(self._model, hidden)
         self._counters["model_seconds"] += self._clock() - began
         began = self._clock()
