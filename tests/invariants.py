@@ -37,4 +37,4 @@ def check(ledger: Ledger) -> None:
         assert length == len(tokens.ids) == len(tokens.logprobs) == len(tokens.raw_logprobs)
         assert length == sum(count for _, _, count in tokens.runs)
     assert (c.length[: c.size] <= ledger.sampling.max_new_tokens).all()
-    assert ((c.first_version[: c.size] < 0) | (c.first_version[: c.size] <= c.last_version[: c.size])).all()
+    assert (c.accepted[: c.size] <= np.minimum(c.drafted, c.length)[: c.size]).all()

@@ -143,21 +143,20 @@ class Ledger:
         rows, counts = rows[known], event.counts[known]
         self.generated_tokens += int(counts.sum())
         c.length[rows] += counts
-        c.last_version[rows] = event.version
+        if event.drafted is not None and event.accepted is not None:
+            c.drafted[rows] += event.drafted[known]
+            c.accepted[rows] += event.accepted[known]
         c.first_version[rows] = np.where(c.first_version[rows] < 0, event.version, c.first_version[rows])
         if event.token_ids is None or event.logprobs is None or event.raw_logprobs is None:
             return
-        token_ids, logprobs = event.token_ids.tolist(), event.logprobs.tolist()
+        ids, logprobs = event.token_ids.tolist(), event.logprobs.tolist()
         raw = event.raw_logprobs.tolist()
-        start = 0
-        columns = zip(event.ids.tolist(), event.counts.tolist(), known.tolist(), strict=True)
-        for request_id, count, keep in columns:
-            stop = start + count
+        ends = np.cumsum(event.counts)
+        columns = zip(event.ids.tolist(), (ends - event.counts).tolist(), ends.tolist(), known, strict=True)
+        for request_id, start, stop, keep in columns:
             if keep:
-                self._tokens(request_id).extend(
-                    token_ids[start:stop], logprobs[start:stop], raw[start:stop], event.version
-                )
-            start = stop
+                part = slice(start, stop)
+                self._tokens(request_id).extend(ids[part], logprobs[part], raw[part], event.version)
 
     def _tokens(self, request_id: int) -> Tokens:
         tokens = self.tokens.get(request_id)
@@ -226,7 +225,7 @@ class Ledger:
         self.counters["discarded_tokens"] += int(c.length[row])
         self.tokens.pop(request_id, None)
         c.length[row] = c.turn_start[row] = c.turn[row] = 0
-        c.first_version[row] = c.last_version[row] = -1
+        c.first_version[row] = -1
         self._wait(request_id, State.PENDING)
 
     def _wait(self, request_id: int, state: State) -> None:

@@ -38,7 +38,8 @@ class Columns:
     turn: npt.NDArray[np.int32]
     turn_start: npt.NDArray[np.int32]
     first_version: npt.NDArray[np.int32]  # -1: no tokens
-    last_version: npt.NDArray[np.int32]
+    drafted: npt.NDArray[np.int32]
+    accepted: npt.NDArray[np.int32]
     started_at: FloatArray
     finished_at: FloatArray
     reward: FloatArray
@@ -60,7 +61,8 @@ class Columns:
         "turn": (np.int32, 0),
         "turn_start": (np.int32, 0),
         "first_version": (np.int32, -1),
-        "last_version": (np.int32, -1),
+        "drafted": (np.int32, 0),
+        "accepted": (np.int32, 0),
         "started_at": (np.float64, np.nan),
         "finished_at": (np.float64, np.nan),
         "reward": (np.float64, np.nan),
@@ -142,6 +144,8 @@ class Columns:
             admitted_step=int(self.admitted_step[row]),
             started_at=float(self.started_at[row]),
             finished_at=float(self.finished_at[row]),
+            drafted=int(self.drafted[row]),
+            accepted=int(self.accepted[row]),
         )
 
     def restore(self, row: int, rollout: Rollout, state: State) -> None:
@@ -159,7 +163,8 @@ class Columns:
             "turn": rollout.turn,
             "turn_start": rollout.turn_start,
             "first_version": trained.min() if trained.size else -1,
-            "last_version": trained.max() if trained.size else -1,
+            "drafted": rollout.drafted,
+            "accepted": rollout.accepted,
             "started_at": rollout.started_at,
             "finished_at": rollout.finished_at,
             "reward": rollout.reward,

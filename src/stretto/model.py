@@ -9,6 +9,7 @@ edited, so one module serves several callers.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -200,6 +201,20 @@ def logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     output_layer: Any = model.get_output_embeddings()
     scores: torch.Tensor = output_layer(hidden)
     return scores
+
+
+def copy_tensors(tensors: Mapping[str, torch.Tensor], model: PreTrainedModel, name: str) -> None:
+    """Copy parameters by name into `model`. Raises `StrettoError`, with nothing copied, if one does not fit."""
+    own = dict(model.named_parameters())
+    for key, tensor in tensors.items():
+        if key not in own or own[key].shape != tensor.shape:
+            has = tuple(own[key].shape) if key in own else "no such tensor"
+            raise StrettoError(
+                f"{name}: {key} {tuple(tensor.shape)} does not fit, the engine's model has {has}"
+            )
+    with torch.no_grad():
+        for key, tensor in tensors.items():
+            own[key].copy_(tensor)
 
 
 def location(path: str) -> str:

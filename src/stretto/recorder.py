@@ -246,7 +246,9 @@ class Recorder:
                 discarded_tokens=int(counters["discarded_tokens"]),
                 reverified_tokens=int(engine["reverified_tokens"]),
                 decoded_tokens=int(engine["decode_tokens"]),
-                decoding_steps=int(engine["decode_tokens"]),  # without drafts each gives one
+                decoding_steps=int(engine["decode_steps"]),
+                drafted=int(engine["drafted_tokens"]),
+                accepted=int(engine["accepted_tokens"]),
                 reward_errors=int(counters["reward_errors"]),
                 reward_timeouts=int(counters["reward_timeouts"]),
                 extra=self.schedule.metrics()

@@ -122,6 +122,8 @@ class Progress:
     token_ids: IntArray | None = None  # (T,), request after request, T = counts.sum()
     logprobs: FloatArray | None = None  # (T,), under the processed distribution: the behaviour log-probs
     raw_logprobs: FloatArray | None = None  # (T,), temperature only
+    drafted: IntArray | None = None  # (R,), tokens that were proposed for them,
+    accepted: IntArray | None = None  # (R,), and how many of those were right
 
 
 @dataclass(slots=True)

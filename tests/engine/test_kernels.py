@@ -10,7 +10,8 @@ from pathlib import Path
 SCRIPT = """
 import hashlib
 import numpy as np, torch
-from stretto.engine.attention import Packing, key_values
+from stretto.engine.attention import key_values
+from stretto.engine.packing import Packing
 
 torch.set_num_threads(1)
 draw = torch.Generator().manual_seed(0)
@@ -18,7 +19,8 @@ cache = key_values(1, 2, 160, 2, 32, torch.float32, torch.device("cpu"))
 digest = hashlib.sha256()
 for position in range(150):
     one = np.zeros(1, np.int64)
-    cache.pack(Packing(one, one + 1, one, one + position, [], one))
+    seen = (one + position + 1, np.zeros(2, np.int64), one[:0])
+    cache.pack(Packing(one, one + 1, one, one + position, *seen, [], one))
     query, key, value = (torch.randn(1, 2, 1, 32, generator=draw) for _ in range(3))
     digest.update(cache(0, query, key, value, 0.2).numpy().tobytes())
 print(digest.hexdigest(), torch.get_num_threads())

@@ -5,8 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from stretto.records import Event, Request, Running
+from stretto.draft import Drafts, Verified
+from stretto.records import Event, IntArray, Request, Running
 from stretto.weights import WeightsRef
+
+
+class Drafter(Protocol):
+    """Guesses what comes next in an engine's slots. Nothing about its guesses enters the tokens."""
+
+    def begin(self, slot: int, request: Request) -> None:
+        """The slot has a new request, perhaps one with tokens."""
+
+    def end(self, slot: int) -> None:
+        """The slot is free again."""
+
+    def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
+        """Trees for `slots` (R,), whose responses have `generated` (R,) tokens and can take `room` (R,) more before
+        their last. The step has `tokens` packed without drafts and takes up to `most` nodes more; a tree has at most
+        `stretto.draft.MAX_NODES`.
+        """
+
+    def observe(self, slots: IntArray, drafts: Drafts, verified: Verified, token_ids: IntArray) -> None:
+        """What `slots` (R,) emitted, `verified.emitted` tokens each of `token_ids` (T,), and what became of the drafts.
+
+        Called for every step that samples, with or without drafts; before `end` for what ends.
+        """
 
 
 class Engine(Protocol):

@@ -3,12 +3,14 @@
 A *row* has room for the keys and values of `length` tokens. The first `shared` positions of a request lie in a row
 that it shares with all requests of the same prompt, the others in a row of its own, both from offset 0 on. So a
 prompt is computed once, stored once, and read from the processor's cache by its siblings one after the other.
+
+The nodes of a draft's tree are stored behind the request's tokens, one after the other, and see their own path only:
+a first part that is contiguous, and their ancestors off it, one by one. What is accepted is moved into line.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
 import numba
@@ -16,37 +18,27 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from stretto.engine import kernels
+from stretto.engine.kernels import BLOCK
+from stretto.engine.packing import Packing
 from stretto.model import Attend
 from stretto.records import BoolArray, FloatArray, IntArray
-from stretto.sampling import kernel
 
-BLOCK = 64  # positions whose keys lie together
-PIECES = 4  # into which the tokens are cut for each head, so that threads get the same amount of work
 WORK = (
     1 << 13
 )  # positions times heads: a tenth of a millisecond of one thread, from which on a second one pays
 WORK_BESIDE_TORCH = (
     1 << 17
 )  # the same where torch's idle threads, which spin for a millisecond, are in the way
-SPAN = 32  # from this many new tokens of one request on, matrix products beat the exact-length kernel
-
-
-@dataclass(slots=True)
-class Packing:
-    """Where T packed tokens belong; a request's new tokens lie together, in order of position."""
-
-    row: IntArray  # (T,) the request's own row
-    shared_row: IntArray  # (T,) the row of its prompt
-    shared: IntArray  # (T,) how many positions lie there
-    position: IntArray  # (T,)
-    spans: list[tuple[int, int]]  # begin and end of the runs that are at least SPAN long
-    single: IntArray  # (<= T,) indices of all other tokens
 
 
 class KeyValues(Attend, Protocol):
     """An `Attend` that keeps what it saw. `pack` tells it about the tokens of the next forward pass."""
 
     def pack(self, packing: Packing) -> None: ...
+
+    def move(self, row: IntArray, source: IntArray, target: IntArray) -> None:
+        """Move what is kept from offset `source` to `target` of each `row`, (M,), one after the other."""
 
 
 def key_values(
@@ -93,7 +85,7 @@ class CpuKeyValues:
 
     def pack(self, packing: Packing) -> None:
         self._packing = packing
-        work = int(packing.position[packing.single].sum()) * self.heads
+        work = int(packing.visible[packing.single].sum()) * self.heads
         enough = WORK if torch.get_num_threads() == 1 else WORK_BESIDE_TORCH
         numba.set_num_threads(self.threads if work > enough else 1)
 
@@ -104,20 +96,24 @@ class CpuKeyValues:
         q, k, v = (x[0].transpose(0, 1).to(self.dtype).contiguous() for x in (query, key, value))
         out = torch.empty_like(q)
         keys, values = self._arrays[layer]
-        place = (packing.row, packing.shared_row, packing.shared, packing.position)
-        _store(keys, values, *place, k.numpy(), v.numpy())
-        scale_of_dtype = keys.dtype.type(scale)
+        rows = (packing.row, packing.shared_row, packing.shared)
+        kernels.store(keys, values, *rows, packing.place, k.numpy(), v.numpy())
         if packing.single.size:
-            how = (scale_of_dtype, self._exponential)
-            _attend(keys, values, *place, packing.single, q.numpy(), *how, out.numpy())
+            seen = (packing.visible, packing.first_ancestor, packing.ancestors, packing.single)
+            how = (keys.dtype.type(scale), self._exponential)
+            kernels.attend(keys, values, *rows, *seen, q.numpy(), *how, out.numpy())
         for begin, end in packing.spans:
             out[begin:end] = self._attend_span(layer, begin, end, q[begin:end], scale)
         return out[None].to(query.dtype)
 
+    def move(self, row: IntArray, source: IntArray, target: IntArray) -> None:
+        for keys, values in self._arrays:
+            kernels.move(keys, values, row, source, target)
+
     def _attend_span(self, layer: int, begin: int, end: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         """Causal attention of one request's new tokens, (C, H, D), over all its tokens so far."""
         packing = self._packing
-        stop = int(packing.position[end - 1]) + 1
+        stop = int(packing.visible[end - 1])
         shared = min(int(packing.shared[begin]), stop)
         row, shared_row = int(packing.row[begin]), int(packing.shared_row[begin])
         keys, values = self.keys[layer], self.values[layer]
@@ -179,16 +175,33 @@ class TorchKeyValues:
             return torch.from_numpy(array).to(self.device)
 
         self._packing = packing
-        self._write = on_device(self._places(packing, np.arange(packing.row.size), packing.position))
-        self._single = on_device(packing.single)
-        position = packing.position[packing.single]
-        offsets = np.arange(position.max() + 1 if position.size else 0)
-        self._read = on_device(self._places(packing, packing.single[:, None], offsets[None, :]))
-        self._visible = on_device(offsets[None, :] <= position[:, None])
+        self._write = on_device(self._places(packing, np.arange(packing.row.size), packing.place))
+        single, first = packing.single, packing.first_ancestor
+        self._single = on_device(single)
+        visible, nodes = packing.visible[single], first[single + 1] - first[single]
+        offsets = np.arange(visible.max() if single.size else 0)
+        more = np.arange(nodes.max() if single.size else 0)
+        where = (
+            packing.ancestors[np.where(more < nodes[:, None], first[single][:, None] + more, 0)]
+            if more.size
+            else more
+        )
+        places = [
+            np.broadcast_to(offsets, (single.size, offsets.size)),
+            np.broadcast_to(where + packing.shared[single][:, None], (single.size, more.size)),
+        ]
+        self._read = on_device(self._places(packing, single[:, None], np.concatenate(places, axis=1)))
+        self._visible = on_device(np.concatenate([offsets < visible[:, None], more < nodes[:, None]], axis=1))
         self._span_reads = [
-            on_device(self._places(packing, np.int64(begin), np.arange(packing.position[end - 1] + 1)))
+            on_device(self._places(packing, np.int64(begin), np.arange(packing.visible[end - 1])))
             for begin, end in packing.spans
         ]
+
+    def move(self, row: IntArray, source: IntArray, target: IntArray) -> None:
+        # All at once: a source is never the target of a later move of its row, since paths are moved in order.
+        begin, end = (torch.from_numpy(row * self.length + at).to(self.device) for at in (source, target))
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[end], values[end] = keys[begin], values[begin]
 
     def _places(self, packing: Packing, token: IntArray | np.int64, position: IntArray) -> IntArray:
         """Index into the flattened rows of `position`s of the requests that the packed `token`s belong to."""
@@ -221,178 +234,6 @@ class TorchKeyValues:
         return out[None]
 
 
-@kernel()
-def _store(
-    keys: FloatArray,
-    values: FloatArray,
-    row: IntArray,
-    shared_row: IntArray,
-    shared: IntArray,
-    position: IntArray,
-    new_keys: FloatArray,
-    new_values: FloatArray,
-) -> None:
-    """Write T new keys and values, (T, Hkv, D), to their places."""
-    tokens, heads, size = new_keys.shape
-    for t in range(tokens):
-        to, at = row[t], position[t] - shared[t]
-        if at < 0:
-            to, at = shared_row[t], position[t]
-        for h in range(heads):
-            for d in range(size):
-                keys[to, h, at // BLOCK, d, at % BLOCK] = new_keys[t, h, d]
-                values[to, h, at, d] = new_values[t, h, d]
-
-
-# Inner loops run from 0 over contiguous vectors: numba turns only such loops into vector instructions, since an
-# index that might be negative would count from the end. Maxima and sums are kept per position of a block first: the
-# compiler may not reorder a float sum, and one chain of additions would take longer than all the rest. Whole arrays
-# are handed over, since every slice that one function passes to another is counted as a reference.
-
-
-@kernel()
-def _score(
-    keys: FloatArray,
-    row: int,
-    head: int,
-    query: FloatArray,
-    scores: FloatArray,
-    count: int,
-    largest: FloatArray,
-) -> None:
-    """Set the first `count` scores to `query` (D,) times the row's keys; `largest` (BLOCK,) keeps their maxima."""
-    size = query.size
-    for block in range((count + BLOCK - 1) // BLOCK):
-        lines = keys[row, head, block]
-        part = scores[block * BLOCK : min(count, (block + 1) * BLOCK)]
-        for j in range(part.size):
-            part[j] = query[0] * lines[0, j]
-        for d in range(1, size - 3, 4):
-            a, b, c, e = query[d], query[d + 1], query[d + 2], query[d + 3]
-            for j in range(part.size):
-                part[j] += a * lines[d, j] + b * lines[d + 1, j] + c * lines[d + 2, j] + e * lines[d + 3, j]
-        for d in range(size - (size - 1) % 4, size):
-            for j in range(part.size):
-                part[j] += query[d] * lines[d, j]
-        for j in range(part.size):
-            largest[j] = max(largest[j], part[j])
-
-
-@kernel()
-def _exponentials(
-    scores: FloatArray,
-    count: int,
-    largest: float,
-    totals: FloatArray,
-    bits: IntArray,
-    coefficients: FloatArray,
-    shift: int,
-    bias: int,
-) -> None:
-    """Replace the first `count` scores by exp(score - largest) and add them to `totals` (BLOCK,).
-
-    exp(x) = 2**m * 2**f with m whole and |f| <= 1/2; 2**f is a polynomial, 2**m is written as a float's bits (`bits`
-    (BLOCK,) is room for integers of the same size). The library's exp would be called number by number, and take most
-    of the attention's time.
-    """
-    kind, whole = scores.dtype.type, bits.dtype.type
-    lowest = kind(2 - bias)  # of the exponents that a normal float has
-    values, powers = np.empty_like(totals), bits.view(scores.dtype)
-    for block in range((count + BLOCK - 1) // BLOCK):
-        part = scores[block * BLOCK : min(count, (block + 1) * BLOCK)]
-        for j in range(part.size):
-            power = max((part[j] - largest) * coefficients[0], lowest)
-            exponent = np.floor(power + kind(0.5))
-            bits[j] = (whole(exponent) + whole(bias)) << whole(shift)
-            part[j] = power - exponent
-            values[j] = coefficients[1]
-        for c in range(2, coefficients.size):
-            coefficient = coefficients[c]
-            for j in range(part.size):
-                values[j] = values[j] * part[j] + coefficient
-        for j in range(part.size):
-            part[j] = values[j] * powers[j]
-            totals[j] += part[j]
-
-
-@kernel()
-def _gather(
-    values: FloatArray, row: int, head: int, weights: FloatArray, count: int, out: FloatArray
-) -> None:
-    """Add the row's first `count` values, weighted by `weights`, to `out` (D,)."""
-    whole = count - count % 4
-    for j in range(0, whole, 4):
-        a, b, c, e = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
-        for d in range(out.size):
-            out[d] += (
-                a * values[row, head, j, d]
-                + b * values[row, head, j + 1, d]
-                + c * values[row, head, j + 2, d]
-                + e * values[row, head, j + 3, d]
-            )
-    for j in range(whole, count):
-        for d in range(out.size):
-            out[d] += weights[j] * values[row, head, j, d]
-
-
-@kernel(parallel=True)
-def _attend(
-    keys: FloatArray,
-    values: FloatArray,
-    row: IntArray,
-    shared_row: IntArray,
-    shared: IntArray,
-    position: IntArray,
-    single: IntArray,
-    query: FloatArray,
-    scale: float,
-    exponential: tuple[IntArray, FloatArray, int, int],
-    out: FloatArray,
-) -> None:
-    """Softmax attention of the `single` tokens: query and out (T, H, D), over positions 0 .. position."""
-    heads, size = keys.shape[1], query.shape[2]
-    group = query.shape[1] // heads
-    room, coefficients, shift, bias = exponential
-    longest = 1
-    for i in range(single.size):
-        longest = max(longest, position[single[i]] + BLOCK)
-    # Heads outside, tokens inside: siblings, which are packed together, read their prompt's keys while these
-    # are in the cache, and so do the query heads of one key head.
-    pieces = min(single.size, PIECES)
-    for piece in numba.prange(heads * pieces):
-        head = piece // pieces
-        begin, end = (piece % pieces) * single.size // pieces, (piece % pieces + 1) * single.size // pieces
-        ours, theirs = np.empty(longest, query.dtype), np.empty(longest, query.dtype)
-        bits = np.empty(BLOCK, room.dtype)
-        blockwise = np.empty(BLOCK, query.dtype)
-        scaled, mixed = np.empty(size, query.dtype), np.empty(size, query.dtype)
-        for i in range(begin, end):
-            t = single[i]
-            middle = min(shared[t], position[t] + 1)
-            own = position[t] + 1 - middle
-            for h in range(head * group, (head + 1) * group):
-                for d in range(size):
-                    scaled[d] = query[t, h, d] * scale
-                    mixed[d] = 0
-                for j in range(BLOCK):
-                    blockwise[j] = -np.inf
-                _score(keys, shared_row[t], head, scaled, theirs, middle, blockwise)
-                _score(keys, row[t], head, scaled, ours, own, blockwise)
-                largest = blockwise[0]
-                for j in range(BLOCK):
-                    largest = max(largest, blockwise[j])
-                    blockwise[j] = 0
-                _exponentials(theirs, middle, largest, blockwise, bits, coefficients, shift, bias)
-                _exponentials(ours, own, largest, blockwise, bits, coefficients, shift, bias)
-                _gather(values, shared_row[t], head, theirs, middle, mixed)
-                _gather(values, row[t], head, ours, own, mixed)
-                total = blockwise[0]
-                for j in range(1, BLOCK):
-                    total += blockwise[j]
-                for d in range(size):
-                    out[t, h, d] = mixed[d] / total
-
-
 def _exponential(dtype: torch.dtype) -> tuple[IntArray, FloatArray, int, int]:
     """For `_exponentials`: integers of the float's size, log2(e) and the Taylor coefficients of 2**f from the highest
     on (error below 1e-8, or 1e-17), where a float keeps its exponent, and the exponent's bias.
@@ -407,6 +248,8 @@ def compile_kernels(dtype: torch.dtype) -> None:
     """Compile, or load from numba's cache, the kernels for a model of this dtype."""
     cache = CpuKeyValues(layers=1, rows=1, length=1, kv_heads=1, head_dim=4, dtype=dtype)
     one = np.zeros(1, np.int64)
-    cache.pack(Packing(row=one, shared_row=one, shared=one, position=one, spans=[], single=one))
+    zeros = np.zeros(2, np.int64)
+    cache.pack(Packing(one, one, one, one, one + 1, zeros, one[:0], [], one))
     tensor = torch.zeros(1, 1, 1, 4, dtype=dtype)
     cache(0, tensor, tensor, tensor, 1.0)
+    cache.move(one, one, one)

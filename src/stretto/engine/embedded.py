@@ -18,12 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stretto import model as policy
 from stretto import sampling, sampling_torch
-from stretto.engine import attention
-from stretto.engine.attention import SPAN, Packing
-from stretto.engine.slots import PromptRows, Slots, response_limit
+from stretto.draft import MAX_NODES, Drafts, no_drafts
+from stretto.engine import Drafter, attention
+from stretto.engine.packing import pack
+from stretto.engine.slots import PromptRows, Slots, refuse_unfit, response_limit
 from stretto.engine.stop_strings import StopStrings
+from stretto.engine.verify import Walk
 from stretto.errors import StrettoError
 from stretto.records import (
+    BoolArray,
     Event,
     Finished,
     FinishReason,
@@ -34,6 +37,7 @@ from stretto.records import (
     Running,
     Stopped,
 )
+from stretto.sampling import Sampled
 from stretto.weights import WeightsRef
 
 SMALL_MODEL = 10_000_000  # parameters, and
@@ -46,7 +50,8 @@ class EmbeddedEngine:
     """One replica of `model` with `max_num_seqs` slots; see `stretto.engine.Engine` for the protocol.
 
     `tokenizer` is needed for stop strings only. `clock` returns seconds and is read for `metrics` alone: no
-    token depends on it. Raises `StrettoError` if `max_model_len` is beyond the model's own context.
+    token depends on it. `drafter` proposes tokens for verification, which change the speed and nothing else.
+    Raises `StrettoError` if `max_model_len` is beyond the model's own context.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class EmbeddedEngine:
         max_model_len: int,
         max_num_batched_tokens: int,
         clock: Callable[[], float] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         config = model.config
         context = config.max_position_embeddings
@@ -70,11 +76,12 @@ class EmbeddedEngine:
         self._model, self._tokenizer = model, tokenizer
         self._max_model_len, self._max_num_batched_tokens = max_model_len, max_num_batched_tokens
         self._clock = clock or (lambda: 0.0)
+        self._drafter = drafter
         heads = config.num_attention_heads
         self._key_values = attention.key_values(
             layers=config.num_hidden_layers,
             rows=2 * max_num_seqs,  # one per slot, and as many for prompts
-            length=max_model_len,
+            length=max_model_len + (MAX_NODES if drafter else 0),
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=model.dtype,
@@ -84,9 +91,8 @@ class EmbeddedEngine:
         self._vocabulary = int(embeddings.weight.shape[0])
         self._columns = Slots(max_num_seqs, max_model_len, self._vocabulary)
         self._prompts = PromptRows(first=max_num_seqs, count=max_num_seqs)
-        self._waiting: OrderedDict[tuple[int, int], Request] = (
-            OrderedDict()
-        )  # by (id, attempt), first come first
+        # by (id, attempt), first come first
+        self._waiting: OrderedDict[tuple[int, int], Request] = OrderedDict()
         self._slot_of: dict[tuple[int, int], int] = {}
         self._running: IntArray = np.zeros(0, np.int64)  # slots, in order of admission
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -115,7 +121,7 @@ class EmbeddedEngine:
             if name in self._waiting or name in self._slot_of or name in seen:
                 raise StrettoError(f"request {request.id} (attempt {request.attempt}) is here already")
             seen.add(name)
-            self._refuse_unfit(request)
+            refuse_unfit(request, self._max_model_len, self._vocabulary, self._tokenizer is not None)
         for request, name in zip(requests, names, strict=True):
             if request.prompt_ids.size + request.token_ids.size >= response_limit(
                 request, self._max_model_len
@@ -139,7 +145,7 @@ class EmbeddedEngine:
         Tensors that `ref` leaves out (frozen ones) keep their values.
         """
         if ref.kind == "copy":
-            self._copy(ref)
+            policy.copy_tensors(ref.tensors, self._model, f"weights of version {ref.version}")
         self.version = ref.version
         if running == "stop":
             columns = self._columns
@@ -161,69 +167,44 @@ class EmbeddedEngine:
             return answers
         busy = self._running.size
         columns = self._columns
-        hidden = self._forward(slots, counts)
+        drafts = self._draft(slots, counts)
+        hidden = self._forward(slots, counts, drafts)
         columns.computed[slots] += counts
         kept = np.minimum(columns.computed[slots], columns.shared[slots])
         self._prompts.computed[columns.shared_row[slots]] = kept
         ready = columns.computed[slots] == columns.length[slots]
         events: list[Event] = []
         if ready.any():
-            last = np.cumsum(counts)[ready] - 1  # each one's newest token in the packed row
-            events = self._sample(slots[ready], hidden if last.size == len(hidden) else hidden[last])
-        self._count(int(counts.sum()), int(ready.sum()), int(busy), self._clock() - began)
+            total = counts + drafts.counts
+            begins = np.cumsum(total) - total
+            # each one's newest token in the packed row, and its tree
+            sampled = np.arange(len(hidden)) - np.repeat(begins + counts - 1, total) >= 0
+            sampled &= np.repeat(ready, total)
+            drafts.counts = drafts.counts[ready]
+            events = self._sample(
+                slots[ready], hidden if sampled.all() else hidden[torch.from_numpy(sampled)], drafts
+            )
+        self._count(int(counts.sum()) - int(ready.sum()), int(busy), self._clock() - began)
         return events + answers
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: `steps`, `decode_tokens` (sampled), `prefill_tokens` (computed besides), seconds."""
+        """Since the last call: `steps`, `decode_tokens` (sampled), `prefill_tokens` (computed besides), `decode_steps`
+        (of one request each), `drafted_tokens` and how many of them were `accepted_tokens`, seconds.
+        """
         counted = self._counters
         names = (
             "steps",
             "prefill_tokens",
             "decode_tokens",
+            "decode_steps",
+            "drafted_tokens",
+            "accepted_tokens",
             "reverified_tokens",
             "busy_slot_seconds",
             "step_seconds",
         )
         self._counters = dict.fromkeys((*names, "model_seconds", "sampling_seconds"), 0.0)
         return counted
-
-    def _refuse_unfit(self, request: Request) -> None:
-        """Raise `StrettoError` if this request could not be run as it is meant."""
-        prompt, response, how = request.prompt_ids, request.token_ids, request.sampling
-        what = f"request {request.id}"
-        if prompt.size == 0:
-            raise StrettoError(f"{what} has an empty prompt: the first token needs at least one before it")
-        if prompt.size >= self._max_model_len:
-            raise StrettoError(
-                f"{what}: its prompt has {prompt.size} tokens and leaves no room for a response within "
-                f"engine.max_model_len = {self._max_model_len}"
-            )
-        if prompt.size + response.size > self._max_model_len:
-            raise StrettoError(
-                f"{what} has {prompt.size} + {response.size} tokens, more than engine.max_model_len = "
-                f"{self._max_model_len}"
-            )
-        for name, ids in (("prompt", prompt), ("response", response), ("stop tokens", how.stop_token_ids)):
-            array = np.asarray(ids, np.int64)
-            if array.size and not 0 <= array.min() <= array.max() < self._vocabulary:
-                raise StrettoError(f"{what}: token ids of its {name} are outside 0 .. {self._vocabulary - 1}")
-        if how.stop and self._tokenizer is None:
-            raise StrettoError(f"{what} has stop strings, but this engine has no tokenizer to find them with")
-
-    def _copy(self, ref: WeightsRef) -> None:
-        """Copy the published tensors into the engine's own module."""
-        own = dict(self._model.named_parameters())
-        published = ref.tensors
-        for name, tensor in published.items():
-            if name not in own or own[name].shape != tensor.shape:
-                has = tuple(own[name].shape) if name in own else "no such tensor"
-                raise StrettoError(
-                    f"weights of version {ref.version}: {name} {tuple(tensor.shape)} does not fit, the engine's model "
-                    f"has {has}"
-                )
-        with torch.no_grad():
-            for name, tensor in published.items():
-                own[name].copy_(tensor)
 
     def _admit(self) -> None:
         """Give free slots to waiting requests, first come, first served."""
@@ -240,6 +221,8 @@ class EmbeddedEngine:
                 turn = request.token_ids[request.turn_start :].tolist()
                 self._stop_strings[slot] = StopStrings(self._tokenizer, how.stop, turn)
             admitted.append(slot)
+            if self._drafter is not None:
+                self._drafter.begin(slot, request)
         if admitted:
             self._running = np.concatenate([self._running, np.array(admitted, np.int64)])
 
@@ -248,6 +231,8 @@ class EmbeddedEngine:
         columns = self._columns
         del self._slot_of[int(columns.id[slot]), int(columns.attempt[slot])]
         self._stop_strings.pop(slot, None)
+        if self._drafter is not None:
+            self._drafter.end(slot)
         self._prompts.release(int(columns.shared_row[slot]))
         self._running = self._running[self._running != slot]
         self._free.append(slot)
@@ -279,31 +264,37 @@ class EmbeddedEngine:
         counts = np.clip(self._max_num_batched_tokens - before, 0, pending)
         return slots[counts > 0], counts[counts > 0]
 
-    def _forward(self, slots: IntArray, counts: IntArray) -> torch.Tensor:
-        """Last hidden states (T, hidden) of the next `counts` tokens of `slots`, packed in this order."""
-        began = self._clock()
+    def _draft(self, slots: IntArray, counts: IntArray) -> Drafts:
+        """Trees behind those of `slots` that will have computed all their tokens; for the others, none."""
         columns = self._columns
-        ends = np.cumsum(counts)
-        owner = np.repeat(slots, counts)
-        position = columns.computed[owner] + np.arange(owner.size) - np.repeat(ends - counts, counts)
-        in_span = np.repeat(counts >= SPAN, counts)
-        long = np.flatnonzero(counts >= SPAN)
-        packing = Packing(
-            row=owner,
-            shared_row=columns.shared_row[owner],
-            shared=columns.shared[owner],
-            position=position,
-            spans=[(int(ends[i] - counts[i]), int(ends[i])) for i in long],
-            single=np.flatnonzero(~in_span),
+        ready = columns.computed[slots] + counts == columns.length[slots]
+        packed = int(counts.sum())
+        if self._drafter is None or not ready.any():
+            return no_drafts(slots.size)
+        batch = slots[ready]
+        # The response's last token needs no successor.
+        room = columns.limit[batch] - columns.length[batch] - 1
+        most = self._max_num_batched_tokens - packed
+        drafts = self._drafter.propose(
+            batch, columns.length[batch] - columns.prompt_length[batch], room, packed, most
         )
+        all_counts = np.zeros(slots.size, np.int64)
+        all_counts[ready] = drafts.counts
+        drafts.counts = all_counts
+        return drafts
+
+    def _forward(self, slots: IntArray, counts: IntArray, drafts: Drafts) -> torch.Tensor:
+        """Last hidden states (T, hidden) of the next `counts` tokens of `slots`, each with its tree behind it."""
+        began = self._clock()
+        packing, token_ids, position = pack(self._columns, slots, counts, drafts)
         device = self._model.device
         if self._model.training:  # a learner may have left the shared module so, with LoRA's dropout on
             self._model.eval()
-        with torch.inference_mode(), self._threads(owner.size):
+        with torch.inference_mode(), self._threads(token_ids.size):
             self._key_values.pack(packing)
             hidden = policy.hidden_states(
                 self._model,
-                torch.from_numpy(columns.tokens[owner, position]).to(device),
+                torch.from_numpy(token_ids).to(device),
                 torch.from_numpy(position).to(device),
                 self._key_values,
             )
@@ -323,46 +314,88 @@ class EmbeddedEngine:
         finally:
             torch.set_num_threads(threads)
 
-    def _sample(self, slots: IntArray, hidden: torch.Tensor) -> list[Event]:
-        """Draw the next token of each of `slots` (R,) from its newest hidden state (R, hidden); end what ends."""
+    def _sample(self, slots: IntArray, hidden: torch.Tensor, drafts: Drafts) -> list[Event]:
+        """Draw the next tokens of `slots` (R,) from the hidden states (R + nodes, hidden) of each one's newest token
+        and its tree behind it; end what ends.
+        """
         began = self._clock()
         columns = self._columns
-        with torch.inference_mode(), self._threads(slots.size):
+        with torch.inference_mode(), self._threads(hidden.shape[0]):
             logits = policy.logits(self._model, hidden)
         self._counters["model_seconds"] += self._clock() - began
         began = self._clock()
         position = columns.length[slots] - columns.prompt_length[slots]
-        drawn = sampling_torch.sample(logits, columns.key[slots], position, columns.sampling[slots])
+        stopped = np.zeros(slots.size, np.bool_)
+
+        def draw(rows: IntArray, which: IntArray, depth: IntArray) -> Sampled:
+            chosen, plain = slots[which], rows.size == len(logits)
+            return sampling_torch.sample(
+                logits if plain else logits[torch.from_numpy(rows)],
+                columns.key[chosen],
+                position[which] + depth,
+                columns.sampling[chosen],
+            )
+
+        def end(which: IntArray, token_ids: IntArray) -> BoolArray:
+            chosen = slots[which]
+            columns.append(chosen, token_ids)
+            stopped[which] = self._stopped(chosen, token_ids)
+            return np.asarray(stopped[which] | (columns.length[chosen] >= columns.limit[chosen]))
+
+        walk = Walk(drafts, np.arange(slots.size) + np.cumsum(drafts.counts) - drafts.counts)
+        walk.go(draw, end)
         self._counters["sampling_seconds"] += self._clock() - began
-        columns.append(slots, drawn.token_ids)
-        stopped = columns.stops[columns.stop_set[slots], drawn.token_ids]
-        if self._stop_strings:
-            for place, slot in enumerate(slots.tolist()):
-                if slot in self._stop_strings and not stopped[place]:
-                    stopped[place] = self._stop_strings[slot].found_after(int(drawn.token_ids[place]))
-        ended = stopped | (columns.length[slots] >= columns.limit[slots])
+        token_ids, logprobs, raw_logprobs = walk.columns()
+        self._keep(slots, walk, token_ids)
         events: list[Event] = [
             Progress(
                 worker=self.worker,
                 ids=columns.id[slots],
                 attempts=columns.attempt[slots],
-                counts=np.ones(slots.size, np.int64),
+                counts=walk.emitted,
                 version=self.version,
-                token_ids=drawn.token_ids,
-                logprobs=drawn.logprobs,
-                raw_logprobs=drawn.raw_logprobs,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                raw_logprobs=raw_logprobs,
+                drafted=drafts.counts,
+                accepted=walk.accepted,
             )
         ]
-        for place in np.flatnonzero(ended).tolist():
+        for place in np.flatnonzero(walk.ended).tolist():
             slot = int(slots[place])
             reason = FinishReason.STOP if stopped[place] else FinishReason.LENGTH
             events.append(Finished(self.worker, int(columns.id[slot]), int(columns.attempt[slot]), reason))
             self._release(slot)
         return events
 
-    def _count(self, computed: int, sampled: int, busy: int, seconds: float) -> None:
+    def _stopped(self, slots: IntArray, token_ids: IntArray) -> BoolArray:
+        """Whether these tokens (R,) end their turns: by a stop token, or by completing a stop string."""
+        columns = self._columns
+        stopped = columns.stops[columns.stop_set[slots], token_ids]
+        if self._stop_strings:
+            for place, slot in enumerate(slots.tolist()):
+                if slot in self._stop_strings and not stopped[place]:
+                    stopped[place] = self._stop_strings[slot].found_after(int(token_ids[place]))
+        return np.asarray(stopped)
+
+    def _keep(self, slots: IntArray, walk: Walk, token_ids: IntArray) -> None:
+        """Keep the accepted nodes' keys and values, in line; the drafter learns what was emitted."""
+        columns = self._columns
+        which, source, target = walk.moves()
+        if which.size:
+            row = slots[which]
+            behind = columns.length[row] - walk.emitted[which] - columns.shared[row]
+            self._key_values.move(row, behind + source, behind + target)
+        columns.computed[slots] += walk.accepted
+        self._counters["drafted_tokens"] += walk.drafts.token_ids.size
+        self._counters["accepted_tokens"] += int(walk.accepted.sum())
+        self._counters["decode_tokens"] += token_ids.size
+        self._counters["decode_steps"] += slots.size
+        if self._drafter is not None:
+            self._drafter.observe(slots, walk.drafts, walk.verified(), token_ids)
+
+    def _count(self, prefilled: int, busy: int, seconds: float) -> None:
         self._counters["steps"] += 1
-        self._counters["decode_tokens"] += sampled
-        self._counters["prefill_tokens"] += computed - sampled
+        self._counters["prefill_tokens"] += prefilled
         self._counters["step_seconds"] += seconds
         self._counters["busy_slot_seconds"] += busy * seconds

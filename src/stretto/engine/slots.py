@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 
+from stretto.errors import StrettoError
 from stretto.records import IntArray, Request
 from stretto.sampling import SamplingColumns
 
@@ -59,6 +60,30 @@ class Slots:
             self._stop_sets[token_ids] = len(self.stops)
             self.stops = np.concatenate([self.stops, row])
         return self._stop_sets[token_ids]
+
+
+def refuse_unfit(request: Request, max_model_len: int, vocabulary: int, tokenizer: bool) -> None:
+    """Raise `StrettoError` if this request could not be run as it is meant."""
+    prompt, response, how = request.prompt_ids, request.token_ids, request.sampling
+    what = f"request {request.id}"
+    if prompt.size == 0:
+        raise StrettoError(f"{what} has an empty prompt: the first token needs at least one before it")
+    if prompt.size >= max_model_len:
+        raise StrettoError(
+            f"{what}: its prompt has {prompt.size} tokens and leaves no room for a response within "
+            f"engine.max_model_len = {max_model_len}"
+        )
+    if prompt.size + response.size > max_model_len:
+        raise StrettoError(
+            f"{what} has {prompt.size} + {response.size} tokens, more than engine.max_model_len = "
+            f"{max_model_len}"
+        )
+    for name, ids in (("prompt", prompt), ("response", response), ("stop tokens", how.stop_token_ids)):
+        array = np.asarray(ids, np.int64)
+        if array.size and not 0 <= array.min() <= array.max() < vocabulary:
+            raise StrettoError(f"{what}: token ids of its {name} are outside 0 .. {vocabulary - 1}")
+    if how.stop and not tokenizer:
+        raise StrettoError(f"{what} has stop strings, but this engine has no tokenizer to find them with")
 
 
 def response_limit(request: Request, max_model_len: int) -> int:

@@ -1,0 +1,136 @@
+"""With drafts of any shape and quality the engine gives the tokens of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.engine import attention
+from stretto.engine.packing import tree_views
+from stretto.model import FAMILIES
+from stretto.records import SamplingParams
+from tests.engine.byte_tokenizer import byte_tokenizer
+from tests.engine.drafters import Oracle
+from tests.engine.runs import (
+    REQUESTS,
+    Run,
+    assert_same,
+    expected,
+    make_engine,
+    make_request,
+    model_of,
+    plain_decoding,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_same_tokens_under_any_drafts_and_schedule(family: str, data: st.DataObject) -> None:
+    answers = {i: expected(family, i) for i in range(len(REQUESTS))}
+    oracle = Oracle(
+        {i: answer[0] for i, answer in answers.items()},
+        data.draw(st.integers(0, 10**6), label="seed"),
+        data.draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]), label="knows"),
+    )
+    engine = make_engine(
+        model_of(family),
+        data.draw(st.integers(1, 6), label="slots"),
+        data.draw(st.sampled_from([3, 17, 500]), label="budget"),
+        drafter=oracle,
+    )
+    if data.draw(st.booleans(), label="torch attention"):
+        key_values = engine._key_values
+        assert isinstance(key_values, attention.CpuKeyValues)
+        rows, heads, length, size = key_values.values[0].shape
+        engine._key_values = attention.TorchKeyValues(
+            2, rows, length, heads, size, torch.float64, torch.device("cpu")
+        )
+    run = Run(engine)
+    waiting = data.draw(st.permutations(range(len(REQUESTS))), label="order")[:6]
+    order = list(waiting)
+    parked: list[int] = []
+    while waiting or parked or engine.has_work:
+        action = data.draw(st.sampled_from(["submit", "step", "step", "stop", "resume"]))
+        if action == "submit" and waiting:
+            run.submit(*(REQUESTS[i] for i in waiting[:3]))
+            waiting = waiting[3:]
+        elif action == "stop":
+            live = [i for i in run.tokens if i not in run.reason and i not in parked]
+            run.stop(live[:1])
+            parked += live[:1]
+            run.step()
+            parked = [i for i in parked if i not in run.reason]
+        elif action == "resume" and parked:
+            run.resume(REQUESTS[parked.pop(0)])
+        else:
+            for _ in range(data.draw(st.integers(1, 6))):
+                run.step()
+    for i in order:
+        assert_same(run, REQUESTS[i], answers[i])
+
+
+def test_right_drafts_save_steps() -> None:
+    truth = {i: expected("llama", i)[0] for i in range(len(REQUESTS))}
+    run = Run(make_engine(model_of("llama"), 15, 1000, drafter=Oracle(truth, 0, 1.0)))
+    run.submit(*REQUESTS)
+    run.finish()
+    for i, request in enumerate(REQUESTS):
+        assert_same(run, request, expected("llama", i))
+    counted = run.engine.metrics()
+    tokens = sum(len(answer) for answer in truth.values())
+    assert counted["decode_tokens"] == tokens
+    assert counted["decode_steps"] + counted["accepted_tokens"] >= tokens
+    assert counted["decode_steps"] < 0.7 * tokens
+    assert counted["drafted_tokens"] > counted["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stop_string_inside_the_accepted_path_ends_the_response(seed: int) -> None:
+    tokenizer, model = byte_tokenizer(), model_of("llama")
+    plain = make_request(0, 1, seed, SamplingParams(max_new_tokens=30))
+    text = str(tokenizer.decode(plain_decoding(model_of("llama", "sdpa"), plain)[0]))
+    how = SamplingParams(max_new_tokens=30, stop=(text[6:8],))
+    request = make_request(0, 1, seed, how)
+    answer = plain_decoding(model_of("llama", "sdpa"), request)
+    future = {0: [*answer[0], *range(1, 20)]}  # it would go on
+    run = Run(make_engine(model, 1, 500, tokenizer, drafter=Oracle(future, seed, 1.0)))
+    run.submit(request)
+    run.finish()
+    assert_same(run, request, answer)
+
+
+@given(st.data())
+def test_a_node_sees_its_path(data: st.DataObject) -> None:
+    counts = np.array(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)))
+    parents = np.array(
+        [data.draw(st.integers(-1, k - 1)) for count in counts for k in range(count)], np.int64
+    )
+    length = np.array(data.draw(st.lists(st.integers(5, 30), min_size=counts.size, max_size=counts.size)))
+    offset = length - 4
+    visible, first, ancestors = tree_views(counts, parents, length, offset)
+    node = 0
+    for r, count in enumerate(counts):
+        begin = node
+        for k in range(count):
+            path, up = [], k
+            while up >= 0:
+                path.append(int(length[r]) + up)
+                up = int(parents[begin + up])
+            seen = [*range(int(visible[node])), *(ancestors[first[node] : first[node + 1]] + 4).tolist()]
+            assert seen == [*range(int(length[r])), *reversed(path)]
+            node += 1
+    assert first[-1] == ancestors.size
