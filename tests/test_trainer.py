@@ -48,6 +48,7 @@ def small(folder: Path, name: str, **changes: Any) -> Config:
         "schedule.prompts": 2,
         "schedule.samples": 3,
         "engine.max_num_seqs": 4,
+        "draft.step_ms": [1.0, 1.1, 1.2, 1.4, 1.8],  # drafting pays
         "reward.functions": [f"{__file__}:vowels"],
         "checkpoint.every": 1,
         "eval.enabled": False,
@@ -111,6 +112,27 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not_stopped(undisturbed: Path
     Trainer.resume(folder, {"steps": 3}).run()
     assert_same_run(undisturbed, folder)
     assert load_config(folder / "config.toml").steps == 3  # interrupted again, it goes on to there
+
+
+@pytest.mark.parametrize("budget", ["none", "fixed", "aimd", "marginal"])
+def test_the_run_is_the_same_with_any_drafts_and_with_none(
+    budget: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    other = Trainer(small(tmp_path, budget, **{"draft.budget": budget})).run().folder
+    assert_same_run(undisturbed, other)
+    drafted = [line["spec/drafted"] for line in metrics(other)]
+    assert all(drafted) == (budget != "none")
+
+
+def test_history_is_warm_from_another_runs_log(undisturbed: Path, tmp_path: Path) -> None:
+    cold = {"draft.sources": ["history"], "steps": 1}
+    assert metrics(Trainer(small(tmp_path, "cold", **cold)).run().folder)[0]["spec/drafted"] == 0
+    warm = {**cold, "history.warm_from": str(undisturbed)}
+    line = metrics(Trainer(small(tmp_path, "warm", **warm)).run().folder)[0]
+    assert line["spec/accepted"] > 0.5 * line["spec/drafted"] > 0  # the same prompts, weights and keys
+    other = small(tmp_path, "other", **warm).model_copy(update={"data": DataConfig()})
+    with pytest.raises(StrettoError, match=r"history\.warm_from: none of the 18 responses in"):
+        Trainer(other, data=[{"prompt": "Ann says Bo is a knave ."}]).run()
 
 
 class KillAt(SilentReporter):

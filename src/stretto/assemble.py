@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from stretto.config import Config
+from stretto.draft.budget import make_budget
+from stretto.draft.cost import CostModel
+from stretto.draft.drafter import HistoryDrafter
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.errors import StrettoError
+from stretto.history.index import HistoryIndex
 from stretto.model import load_model_config, load_tokenizer
-from stretto.records import Prompt, SamplingParams
+from stretto.records import Prompt, Request, SamplingParams
 from stretto.tasks.prompts import tokenize_rows
 from stretto.tasks.sources import Data, load_data
 
@@ -127,6 +133,7 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase,
     max_model_len: int,
     clock: Callable[[], float],
+    drafter: HistoryDrafter | None = None,
 ) -> EmbeddedEngine:
     """An embedded engine around `model`; `clock` is the runtime's."""
     return EmbeddedEngine(
@@ -136,5 +143,63 @@ def make_engine(
         max_num_seqs=config.engine.max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        clock=clock,
+        drafter=drafter,
+    )
+
+
+def measure_steps(model: PreTrainedModel, max_model_len: int, clock: Callable[[], float]) -> list[float]:
+    """Milliseconds of a decoding step of 1, 2, 4, ... 256 requests, as `draft.step_ms` has them."""
+    warm_up, steps = 3, 4  # the first steps compute the prompt, which all share
+    context = max(1, min(64, max_model_len - warm_up - steps - 1))
+    counts = [2**i for i in range(9)]
+
+    def step(count: int) -> float:
+        engine = EmbeddedEngine(
+            model,
+            None,
+            worker=0,
+            max_num_seqs=count,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=count + context,
+        )
+        how, nothing = SamplingParams(max_new_tokens=warm_up + steps), np.zeros(0, np.int64)
+        prompt = np.zeros(context, np.int64)
+        engine.submit([Request(i, 0, 0, prompt, nothing, 0, i, how) for i in range(count)])
+        for _ in range(warm_up):
+            engine.step()
+        began = clock()
+        for _ in range(steps):
+            engine.step()
+        return (clock() - began) / steps
+
+    rounds = [[step(count) for count in counts] for _ in range(3)]
+    return [round(1e3 * median(column), 4) for column in zip(*rounds, strict=True)]
+
+
+def drafts(config: Config) -> bool:
+    """Whether anything is drafted."""
+    return config.draft.kind != "none" and config.draft.budget != "none"
+
+
+def make_drafter(config: Config, clock: Callable[[], float]) -> HistoryDrafter | None:
+    """The drafter that the configuration names, if any; its `draft.step_ms` must be set."""
+    draft, history = config.draft, config.history
+    if not drafts(config):
+        return None
+    cost = CostModel()
+    cost.fit([(2**i, ms / 1e3) for i, ms in enumerate(draft.step_ms or ())])
+    index = HistoryIndex(
+        window=history.window, weight=history.weight, max_bytes=int(history.max_gib * 2**30), clock=clock
+    )
+    return HistoryDrafter(
+        index,
+        make_budget(draft.budget, cost, draft.nodes),
+        slots=config.engine.max_num_seqs,
+        sources=draft.sources,
+        max_nodes=draft.max_nodes,
+        noise_aware=draft.noise_aware,
+        probabilities=history.weight == "probability",
+        wait=config.deterministic,
         clock=clock,
     )

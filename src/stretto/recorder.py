@@ -14,6 +14,7 @@ from typing import Any
 
 from stretto.buffer import Ledger
 from stretto.config import Config
+from stretto.draft.drafter import HistoryDrafter
 from stretto.evaluation import Evaluation
 from stretto.fleet import Fleet
 from stretto.observe.metrics import Generation, Seconds, step_metrics
@@ -71,6 +72,7 @@ class Recorder:
         reporter: Reporter,
         trackers: Trackers,
         evaluate: Callable[[], Evaluation] | None,
+        drafter: HistoryDrafter | None,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -84,6 +86,7 @@ class Recorder:
         self.reporter = reporter
         self.trackers = trackers
         self._evaluate = evaluate
+        self.drafter = drafter
         self.timeline = Timeline(folder.path / "timeline.json")
         self.boundary: Boundary | None = None
         # accuracy, step; without an accuracy where it cannot be compared with those to come
@@ -98,6 +101,8 @@ class Recorder:
         self._batch = batch
         self._clock.harvested = self.runtime.now()
         self._clock.last_finished = max(r.finished_at for r in batch.rollouts)
+        if self.drafter is not None:
+            self.drafter.remember(batch.rollouts)  # built while the learner is at work
 
     def publishing(self) -> None:
         self._clock.published = self.runtime.now()
@@ -196,10 +201,16 @@ class Recorder:
             "ledger": self.ledger.state_dict(),
             "prompts": self.stream.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "draft": self._draft_state(),
             "elapsed": self.runtime.now(),
             "best": self.best,
         }
         return Boundary(step, self.ledger.in_flight(), state)
+
+    def _draft_state(self) -> dict[str, Any] | None:
+        if self.drafter is None:
+            return None
+        return {"budget_kind": self.config.draft.budget, **self.drafter.state_dict()}
 
     def _spans(self, step: int, updated: float) -> None:
         clock = self._clock
@@ -252,6 +263,7 @@ class Recorder:
                 reward_errors=int(counters["reward_errors"]),
                 reward_timeouts=int(counters["reward_timeouts"]),
                 extra=self.schedule.metrics()
+                | (self.drafter.metrics() if self.drafter is not None else {})
                 | {f"reward/{name}": workers[f"reward/{name}"] for name in ("retried", "restarted")},
             ),
             learner=event.metrics,

@@ -9,6 +9,7 @@ Suffixes and shapes: `R` requests in one event, `T` tokens, `P` prompt tokens, `
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -84,6 +85,11 @@ class Prompt:
     occurrence: int
     token_ids: IntArray  # (P,)
     data: Mapping[str, Any]  # the row's own columns, as the reward sees them
+
+
+def prompt_uid(token_ids: IntArray) -> str:
+    """A hash of the token ids (32 hexadecimal digits), the same on every machine."""
+    return hashlib.blake2b(token_ids.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.assemble import Inputs, make_engine, sampling_params
+from stretto.assemble import Inputs, drafts, make_drafter, make_engine, measure_steps, sampling_params
 from stretto.buffer import Ledger
-from stretto.config import Config
+from stretto.config import Config, dump_toml
 from stretto.controller import Controller
+from stretto.draft.drafter import HistoryDrafter
+from stretto.errors import StrettoError
 from stretto.evaluation import Evaluation, evaluate
 from stretto.fleet.in_process import InProcessFleet
 from stretto.history.log import read_rollouts
@@ -56,8 +58,14 @@ class Run:
         self.config, self.inputs, self.workers = config, inputs, workers
         self.runtime, self.folder, self.reporter = runtime, folder, reporter
         self.schedule = make_schedule(config.schedule)
-        shared = not self.schedule.overlaps and config.fleet.weights != "copy"
         self.model = load_model(config.model)
+        if drafts(config) and config.draft.step_ms is None:
+            reporter.message("measuring the engine's steps, which decides how much is drafted")
+            measured = measure_steps(self.model, inputs.max_model_len, runtime.now)
+            draft = config.draft.model_copy(update={"step_ms": measured})
+            self.config = config = config.model_copy(update={"draft": draft})
+            folder.save_config(dump_toml(config))  # kept, so that a resumed run decides alike
+        shared = not self.schedule.overlaps and config.fleet.weights != "copy"
         engine_model = self.model if shared else load_model(config.model)
         self.learner = Learner(
             self.model,
@@ -77,7 +85,10 @@ class Run:
             max_model_len=inputs.max_model_len,
             now=runtime.now,
         )
-        engine = make_engine(config, engine_model, inputs.tokenizer, inputs.max_model_len, runtime.now)
+        self.drafter = make_drafter(config, runtime.now)
+        engine = make_engine(
+            config, engine_model, inputs.tokenizer, inputs.max_model_len, runtime.now, self.drafter
+        )
         self.fleet = InProcessFleet([engine], runtime.post)
         stack.callback(self.fleet.close)
         self.stream = PromptStream(inputs.train, seed=config.seed, shuffle=config.data.shuffle)
@@ -96,6 +107,7 @@ class Run:
             reporter,
             trackers,
             self._evaluate if inputs.test else None,
+            self.drafter,
         )
         stop = config.reward.on_error == "stop"
         self.grader = Grader(workers, inputs.tokenizer, runtime.post, stop_on_error=stop)
@@ -104,7 +116,26 @@ class Run:
 
     def begin(self) -> None:
         """Step 0: the evaluation before the first update."""
+        if self.drafter is not None and self.config.history.warm_from is not None:
+            self._warm(self.drafter, Path(self.config.history.warm_from))
         self.recorder.begin()
+
+    def _warm(self, drafter: HistoryDrafter, path: Path) -> None:
+        """Take another run's responses to the same prompts as history."""
+        other = RunFolder.open(path)
+        rollouts = [
+            r for step in other.log_steps("consumed") for r in read_rollouts(other.log_file("consumed", step))
+        ]
+        ours = {prompt.uid for prompt in self.inputs.train}
+        known = [rollout for rollout in rollouts if rollout.prompt.uid in ours]
+        if not known:
+            raise StrettoError(
+                f"history.warm_from: none of the {len(rollouts)} responses in {path} answers one of these prompts "
+                "(other data, another tokenizer, or another chat template)"
+            )
+        for rollout in known:
+            rollout.visit -= 1 << 20  # older than any visit of this run
+        drafter.remember(known)
 
     def restore(self, step: int | None, eval_changed: Sequence[str]) -> None:
         """Back to the newest checkpoint; what is later is written again.
@@ -123,6 +154,7 @@ class Run:
         self.unanswered = self.ledger.load_state_dict(state["ledger"], in_flight)
         self.stream.load_state_dict(state["prompts"])
         self.schedule.load_state_dict(state["schedule"])
+        self._restore_drafter(checkpoint.step, state["draft"])
         # Only now is anything removed: what is wrong with data or checkpoint has been said above.
         self.folder.rewind(checkpoint.step)
         best = state["best"]
@@ -133,6 +165,22 @@ class Run:
         self.recorder.resumed(state["owed"])
         self.fleet.load(self.learner.publish(), [0], "continue")
         self.fleet.step()  # takes the weights; the worker then comes up with them
+
+    def _restore_drafter(self, step: int, state: Mapping[str, Any] | None) -> None:
+        """The drafter as it was at checkpoint `step`: its histories from the log, the newest visits only."""
+        if self.drafter is None:
+            return
+        if state is not None and state["budget_kind"] == self.config.draft.budget:
+            self.drafter.load_state_dict(state)
+        oldest = self.stream.epoch - self.config.history.window
+        logs: list[list[Rollout]] = []
+        for at in range(step, 0, -1):
+            rollouts = read_rollouts(self.folder.log_file("consumed", at))
+            logs.append([rollout for rollout in rollouts if rollout.visit >= oldest])
+            if not logs[-1]:
+                break
+        for rollouts in reversed(logs):
+            self.drafter.remember(rollouts)
 
     def go(self) -> RunResult:
         """The loop, to its end."""

@@ -207,9 +207,15 @@ def _noise(uniform: float) -> float:
 
 
 @kernel()
+def noise_of(key: np.uint64, position: int, token_id: int) -> float:
+    """`gumbel` of a single token id, for kernels."""
+    return _noise(_uniform(_stream(key, position), token_id))
+
+
+@kernel()
 def _gumbel(keys: KeyArray, positions: IntArray, token_ids: IntArray, out: FloatArray) -> None:
     for i in range(out.size):
-        out[i] = _noise(_uniform(_stream(keys[i], positions[i]), token_ids[i]))
+        out[i] = noise_of(keys[i], positions[i], token_ids[i])
 
 
 @kernel()

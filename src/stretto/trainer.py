@@ -157,7 +157,7 @@ class Trainer:
             with runtime.signals():
                 if self._resuming:
                     run.restore(self._resume_step, [key for key in self._changed if key in COMPARED])
-                    folder.save_config(dump_toml(self.config))  # an interrupted run goes on with the changes
+                    folder.save_config(dump_toml(run.config))  # an interrupted run goes on with the changes
                 else:
                     run.begin()
                 return run.go()

@@ -9,13 +9,14 @@ from typing import Any
 def resolve_paths(tree: dict[str, Any], folder: Path) -> None:
     """Makes the relative paths in a nested configuration absolute, in place.
 
-    `data.path` and `eval.path` are always paths. `model.path` and `model.tokenizer` may be hub names: they
-    are paths if they start with "." or "~" or are there. `data.task` and `reward.functions` may name a
+    `data.path`, `eval.path` and `history.warm_from` are always paths. `model.path` and `model.tokenizer` may be hub
+    names: they are paths if they start with "." or "~" or are there. `data.task` and `reward.functions` may name a
     `file.py:name`. Values of other types are left for validation to refuse.
     """
     for section, key, resolve in (
         ("data", "path", _file),
         ("eval", "path", _file),
+        ("history", "warm_from", _file),
         ("model", "path", _folder_or_hub_name),
         ("model", "tokenizer", _folder_or_hub_name),
         ("data", "task", _object),

@@ -7,7 +7,7 @@ For every field that may be None the text "none" stands for it, since TOML has n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -152,6 +152,41 @@ class EngineConfig(Section):
     """In one step; longer prompts are prefilled in chunks."""
 
 
+DraftSource = Literal["history", "siblings", "prompt"]
+
+
+class DraftConfig(Section):
+    """Speculative decoding: tokens are guessed and verified in one step. Changes the speed, never a token."""
+
+    kind: Literal["history", "none"] = "history"
+    """history: RhymeRL's HistoSpec and its relatives; none: plain decoding."""
+    sources: list[DraftSource] = Field(default_factory=lambda: list(get_args(DraftSource)))
+    """Earlier visits' responses, the group's responses in flight, the prompt's own text."""
+    budget: Literal["none", "fixed", "aimd", "length_class", "marginal", "goodput"] = "goodput"
+    """Which guesses are verified; goodput: what makes the most expected tokens per second."""
+    nodes: int = Field(default=8, ge=1, le=64)
+    """fixed: guesses per request and step; length_class: of the longest class."""
+    max_nodes: int = Field(default=16, ge=1, le=64)
+    """Guesses per request and step at most."""
+    noise_aware: bool = True
+    """Use the noise that will decide, which keyed sampling knows beforehand."""
+    step_ms: list[float] | None = None
+    """Milliseconds of an engine step with 1, 2, 4 ... tokens; none: measured when the run begins, and kept with it."""
+
+
+class HistoryConfig(Section):
+    """What is kept of earlier responses."""
+
+    window: int = Field(default=2, ge=1)
+    """Visits of each prompt."""
+    weight: Literal["count", "reward", "recency", "probability"] = "probability"
+    """What makes a continuation likely: how often it was taken, by good responses, lately; or its probability then."""
+    max_gib: float = Field(default=4.0, gt=0.0)
+    """Memory; prompts that were not visited for longest are forgotten first."""
+    warm_from: str | None = None
+    """The folder of a run over the same prompts, whose log is read first."""
+
+
 class FleetConfig(Section):
     """Where engines run."""
 
@@ -277,6 +312,8 @@ class Config(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    draft: DraftConfig = Field(default_factory=DraftConfig)
+    history: HistoryConfig = Field(default_factory=HistoryConfig)
     fleet: FleetConfig = Field(default_factory=FleetConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)

@@ -12,18 +12,13 @@ import numpy as np
 
 from stretto.config import DataConfig
 from stretto.errors import StrettoError
-from stretto.records import IntArray, Prompt
+from stretto.records import IntArray, Prompt, prompt_uid
 from stretto.tasks import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-
-def prompt_uid(token_ids: IntArray) -> str:
-    """A hash of the token ids (32 hexadecimal digits), the same on every machine."""
-    return hashlib.blake2b(token_ids.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 
 def tokenize_rows(

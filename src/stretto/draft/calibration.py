@@ -1,0 +1,186 @@
+"""What a source's estimates are worth: how often nodes of such an estimate were accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.draft import SOURCES
+from stretto.draft.isotonic import isotonic
+from stretto.errors import StrettoError
+from stretto.records import BoolArray, FloatArray, IntArray
+from stretto.sampling import kernel
+
+Int8Array = npt.NDArray[np.int8]
+
+DEPTHS = ("1", "2", "3-4", "5-8", "9+")  # depth buckets
+INNER_EDGES = 1.0 / (
+    1.0 + np.exp(-np.linspace(-5.0, 5.0, 11))
+)  # between bins, a logit apart: fine near 0 and 1
+BINS = INNER_EDGES.size + 1
+_EDGES = np.concatenate(([0.0], INNER_EDGES, [1.0]))
+CENTRES = (_EDGES[:-1] + _EDGES[1:]) / 2
+KNOTS = BINS + 2  # one per bin, and the ends 0 and 1
+PRIOR = 10.0  # tests that a bin's prior counts for
+TESTED, ESTIMATED, ACCEPTED = 0, 1, 2  # columns: tests, sum of their estimates, how many were accepted
+
+
+@kernel()
+def depth_bucket(depth: int) -> int:
+    """Index into DEPTHS of a node's depth (1, 2, ...)."""
+    if depth <= 2:
+        return depth - 1
+    if depth <= 4:
+        return 2
+    return 3 if depth <= 8 else 4
+
+
+@kernel()
+def calibrated(table: FloatArray, raw: float, source: int, bucket: int) -> float:
+    """Probability that a node of raw conditional estimate `raw` is accepted once its parent was.
+
+    `table` (sources, depth buckets, 2 * KNOTS) is `Calibration.table`: positions of the knots, then values.
+    Linear between knots, hence non-decreasing in `raw`; raw outside [0, 1] counts as the nearer end.
+    """
+    knots = table[source, bucket]
+    right = 1
+    while right < KNOTS - 1 and raw > knots[right]:
+        right += 1
+    low, high = knots[KNOTS + right - 1], knots[KNOTS + right]
+    share = (raw - knots[right - 1]) / (knots[right] - knots[right - 1])
+    return float(min(low + (high - low) * max(share, 0.0), high))
+
+
+@kernel()
+def _bin(estimate: float) -> int:
+    return int(np.searchsorted(INNER_EDGES, estimate, side="right"))
+
+
+@kernel()
+def _calibrate(
+    table: FloatArray, raw: FloatArray, sources: Int8Array, depth: IntArray, out: FloatArray
+) -> None:
+    for i in range(raw.size):
+        out[i] = calibrated(table, raw[i], sources[i], depth_bucket(depth[i]))
+
+
+@kernel()
+def _learn(
+    counts: FloatArray,
+    tally: FloatArray,
+    table: FloatArray,
+    decay: float,
+    raw: FloatArray,
+    sources: Int8Array,
+    depth: IntArray,
+    reached: BoolArray,
+    accepted: BoolArray,
+) -> None:
+    """Test after test, so that it does not matter how they were cut into steps."""
+    for i in range(raw.size):
+        if not reached[i]:
+            continue
+        bucket = depth_bucket(depth[i])
+        outcome = 1.0 if accepted[i] else 0.0
+        seen = counts[sources[i], bucket, _bin(raw[i])]
+        seen *= decay
+        seen[TESTED] += 1.0
+        seen[ESTIMATED] += raw[i]
+        seen[ACCEPTED] += outcome
+        predicted = calibrated(table, raw[i], sources[i], bucket)
+        told = tally[sources[i], _bin(predicted)]
+        told[TESTED] += 1.0
+        told[ESTIMATED] += predicted
+        told[ACCEPTED] += outcome
+
+
+@kernel()
+def _refresh(counts: FloatArray, table: FloatArray) -> None:
+    """Knots from counts: each bin's mean estimate against its share of accepted tests, the prior included."""
+    for source in range(counts.shape[0]):
+        for bucket in range(counts.shape[1]):
+            seen, knots = counts[source, bucket], table[source, bucket]
+            weights = seen[:, TESTED] + PRIOR
+            knots[1 : KNOTS - 1] = (seen[:, ESTIMATED] + PRIOR * CENTRES) / weights
+            values = isotonic((seen[:, ACCEPTED] + PRIOR * CENTRES) / weights, weights)
+            knots[KNOTS + 1 : -1] = values
+            # The ends are the outermost bins with their priors at 0 and 1: the identity while nothing is known, and
+            # flat beyond the bin's knot when much is.
+            knots[0], knots[KNOTS - 1] = 0.0, 1.0
+            knots[KNOTS] = min(seen[0, ACCEPTED] / weights[0], values[0])
+            knots[-1] = max((seen[-1, ACCEPTED] + PRIOR) / weights[-1], values[-1])
+
+
+class Calibration:
+    """Online map from raw to calibrated conditional acceptance, one per source and depth bucket.
+
+    "Conditional": given that the node's parent was accepted; a path's acceptance is the product. Twelve bins over
+    the raw estimate keep exponentially decayed counts, with a prior of PRIOR tests that says the estimate is right.
+    A bin's knot lies at the mean raw estimate of its tests, so that any linear relation is met without bias; isotonic
+    regression keeps the map non-decreasing. Deterministic: the same tests in the same order give the same bits.
+    """
+
+    table: FloatArray  # (sources, depth buckets, 2 * KNOTS), for `calibrated`; kept up to date in place
+
+    def __init__(self, half_life: float = 2_000.0) -> None:
+        """`half_life`: after this many further tests in its bin a test counts half."""
+        self._decay = 0.5 ** (1.0 / half_life)
+        self._counts = np.zeros((len(SOURCES), len(DEPTHS), BINS, 3))
+        self._tally = np.zeros((len(SOURCES), BINS, 3))
+        self.table = np.empty((len(SOURCES), len(DEPTHS), 2 * KNOTS))
+        self.refresh()
+
+    def calibrate(self, raw: FloatArray, sources: Int8Array, depth: IntArray) -> FloatArray:
+        """(N,) probabilities of raw conditional estimates (N,) in [0, 1]; `sources`, `depth` as in `Drafts`."""
+        out = np.empty(raw.size)
+        _calibrate(self.table, raw, sources, depth, out)
+        return out
+
+    def learn(
+        self, raw: FloatArray, sources: Int8Array, depth: IntArray, reached: BoolArray, accepted: BoolArray
+    ) -> None:
+        """Take in what became of nodes, all arrays (N,). Only `reached` nodes count: the others were not tested.
+
+        `raw` is what `calibrate` was given for them. The table is refreshed.
+        """
+        _learn(self._counts, self._tally, self.table, self._decay, raw, sources, depth, reached, accepted)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Compute `table` anew, in place, from the counts."""
+        _refresh(self._counts, self.table)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self._counts.tolist(), "tally": self._tally.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises StrettoError where the state is one of other sources, depths or bins; nothing is changed then."""
+        counts, tally = (np.array(state[name], np.float64) for name in ("counts", "tally"))
+        for name, found, ours in (("counts", counts, self._counts), ("tally", tally, self._tally)):
+            if found.shape != ours.shape:
+                raise StrettoError(
+                    f"calibration: stored {name} have shape {found.shape}, this version's {ours.shape}"
+                )
+        self._counts, self._tally = counts, tally
+        self.refresh()
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call, of the nodes tested, overall and by source (left out where there were none).
+
+        `error` is the expected calibration error (Naeini et al. 2015): mean distance of predicted from observed over
+        bins of the prediction, weighted by tests. Each prediction is the one made before its outcome was learnt.
+        """
+        tally, self._tally = self._tally, np.zeros_like(self._tally)
+        groups = {"": tally.sum(axis=0)} | {f"/{name}": tally[i] for i, name in enumerate(SOURCES)}
+        found: dict[str, float] = {}
+        for suffix, bins in groups.items():
+            tested, predicted, accepted = bins.sum(axis=0)
+            if tested > 0.0:
+                off = np.abs(bins[:, ESTIMATED] - bins[:, ACCEPTED]).sum()
+                found[f"spec/calibration/error{suffix}"] = float(off / tested)
+                found[f"spec/calibration/predicted{suffix}"] = float(predicted / tested)
+                found[f"spec/calibration/observed{suffix}"] = float(accepted / tested)
+        return found

@@ -1,0 +1,134 @@
+"""What one engine step costs, measured: the price that a budget weighs drafted nodes against."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from stretto.draft.isotonic import isotonic
+from stretto.errors import StrettoError
+from stretto.records import FloatArray, IntArray
+from stretto.sampling import kernel
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@kernel()
+def _curve(
+    knots: FloatArray, values: FloatArray, last_slope: float, tokens: IntArray, out: FloatArray
+) -> None:
+    """Linear between knots, flat before the first, of `last_slope` after the last. Fastest for ascending tokens."""
+    right = 0  # first knot that is not left of the tokens
+    for i in range(tokens.size):
+        x = float(tokens[i])
+        if right > 0 and x <= knots[right - 1]:
+            right = 0
+        while right < knots.size and knots[right] < x:
+            right += 1
+        if right == 0:
+            out[i] = values[0]
+        elif right == knots.size:
+            out[i] = values[-1] + last_slope * (x - knots[-1])
+        else:
+            low, high = values[right - 1], values[right]
+            share = (x - knots[right - 1]) / (knots[right] - knots[right - 1])
+            out[i] = min(low + (high - low) * share, high)
+
+
+class CostModel:
+    """Seconds of one engine step by the number of tokens packed into it, and what a drafted node costs besides.
+
+    A non-decreasing piecewise linear curve through measured points. It knows nothing until `fit`, `measure` or
+    `load_state_dict`, and nothing changes it afterwards: under `deterministic` it is fitted once and
+    stored with the run.
+    """
+
+    def __init__(self, per_node: float = 0.0) -> None:
+        """`per_node`: seconds that drafting and checking one node takes, beyond its place in the model's pass."""
+        if not (math.isfinite(per_node) and per_node >= 0.0):
+            raise StrettoError(f"cost model: seconds per drafted node must be 0 or more, not {per_node}")
+        self.per_node = per_node
+        self._tokens = np.empty(0)
+        self._seconds = np.empty(0)
+        self._slope = 0.0
+
+    @classmethod
+    def measure(
+        cls,
+        step: Callable[[int], float],
+        counts: Sequence[int] = COUNTS,
+        repeats: int = 3,
+        per_node: float = 0.0,
+    ) -> CostModel:
+        """Fit to `step(n)`, which runs one step of n tokens and returns its seconds.
+
+        In rounds over `counts`, so that a machine that slows down does so for all of them. The median of three
+        rounds is not moved by the first, which compiles.
+        """
+        model = cls(per_node)
+        model.fit([(count, step(count)) for _ in range(repeats) for count in counts])
+        return model
+
+    def fit(self, points: Sequence[tuple[int, float]]) -> None:
+        """Fit to measured (tokens, seconds): the median at each token count, then isotonic regression over them.
+
+        Raises StrettoError with fewer than two token counts, or where one of the numbers makes no sense.
+        """
+        measured: defaultdict[int, list[float]] = defaultdict(list)
+        for tokens, seconds in points:
+            if not (tokens >= 1 and math.isfinite(seconds) and seconds > 0.0):
+                raise StrettoError(
+                    f"cost model: a step of {tokens} tokens in {seconds} s cannot be; "
+                    "tokens must be 1 or more, seconds positive"
+                )
+            measured[tokens].append(seconds)
+        if len(measured) < 2:
+            raise StrettoError(
+                f"cost model: measurements at {len(measured)} token counts, but a curve needs two or more"
+            )
+        counts = sorted(measured)
+        medians = np.array([statistics.median(measured[count]) for count in counts])
+        weights = np.array([float(len(measured[count])) for count in counts])
+        self._set(np.array(counts, dtype=np.float64), isotonic(medians, weights))
+
+    def seconds(self, tokens: IntArray, nodes: IntArray | int = 0) -> FloatArray:
+        """Seconds of steps of `tokens` (N,) packed tokens, `nodes` (N,) of which are drafted.
+
+        Fewer tokens than measured cost as much as the fewest measured; more go on linearly, at the slope of the last
+        segment or of the whole curve, whichever is steeper: an end that noise made flat must not make tokens free.
+        Raises StrettoError while nothing was measured.
+        """
+        if not self._tokens.size:
+            raise StrettoError("cost model: nothing was measured yet, so there is no price for a step")
+        seconds = np.empty(tokens.size)
+        _curve(self._tokens, self._seconds, self._slope, tokens, seconds)
+        if self.per_node > 0.0:
+            seconds += np.asarray(nodes) * self.per_node
+        return seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self._tokens.tolist(),
+            "seconds": self._seconds.tolist(),
+            "per_node": self.per_node,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.per_node = float(state["per_node"])
+        self._set(np.array(state["tokens"], np.float64), np.array(state["seconds"], np.float64))
+
+    def metrics(self) -> dict[str, float]:
+        """Milliseconds of a step by packed tokens, as fitted."""
+        points = zip(self._tokens, self._seconds, strict=True)
+        return {f"spec/cost_ms/{int(tokens)}": 1e3 * float(seconds) for tokens, seconds in points}
+
+    def _set(self, tokens: FloatArray, seconds: FloatArray) -> None:
+        self._tokens, self._seconds = tokens, seconds
+        if tokens.size:
+            rise, run = seconds[-1] - seconds, tokens[-1] - tokens
+            self._slope = float(max(rise[0] / run[0], rise[-2] / run[-2]))

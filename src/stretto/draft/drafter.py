@@ -1,0 +1,273 @@
+"""The drafter: what an engine's requests will probably say next, from all sources, within a budget.
+
+Texts begin with START in every source, so a match knows whether it goes back to a response's beginning.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from stretto.draft import SOURCES, Drafts, Verified
+from stretto.draft.budget import Batch, Budget
+from stretto.draft.calibration import Calibration
+from stretto.draft.tree import Matches, Rules, advance_prompts, grow, room_for
+from stretto.history.automaton import LivePool, match_live
+from stretto.history.frozen import advance_all
+from stretto.history.index import LARGEST_TOKEN, HistoryIndex
+from stretto.records import IntArray, Request, Rollout, prompt_uid
+
+START = LARGEST_TOKEN  # no tokenizer's
+DEPTHS = 8  # depths that are counted one by one; the last with all below
+IDLE_GROUPS = 64  # kept for siblings that have not begun yet
+
+
+@dataclass(slots=True)
+class _Group:
+    """The live automata of one group."""
+
+    siblings: int
+    prompt: int
+    prompt_state: int  # the match of the whole prompt in itself, and its length
+    prompt_length: int
+    users: int = 0
+
+
+class HistoryDrafter:
+    """A `stretto.engine.Drafter`. One per engine; `index` may serve several, one after the other.
+
+    Everything is by slot: where each request is in its prompt's history, in its group's responses in flight, and in
+    its prompt. `clock` returns seconds and is read for `metrics` alone. `wait`: histories that are being built are
+    waited for, so that drafts do not depend on timing.
+    """
+
+    def __init__(
+        self,
+        index: HistoryIndex,
+        budget: Budget,
+        *,
+        slots: int,
+        sources: Collection[str] = SOURCES,
+        max_nodes: int = 16,
+        noise_aware: bool = True,
+        probabilities: bool = True,
+        wait: bool = True,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        def column(value: int = 0) -> IntArray:
+            return np.full(slots, value, np.int64)
+
+        self.index, self.budget = index, budget
+        self.calibration = Calibration()
+        self._sources = frozenset(sources)
+        self._rules = Rules(max_nodes, 0.0, noise_aware, probabilities)
+        self._wait, self._clock = wait, clock
+        self._pool = LivePool()
+        self._groups: OrderedDict[int, _Group] = OrderedDict()  # the one used longest ago first
+        self._request_group = column(-1)
+        self._key = np.zeros(slots, np.uint64)
+        self._handle, self._state, self._length = column(-1), column(), column()
+        self._siblings, self._last = column(-1), column()
+        self._prompt, self._prompt_state, self._prompt_length = column(-1), column(), column()
+        shape = (slots, max_nodes)
+        self._grown = room_for(slots, max_nodes)
+        self._raw = np.zeros(0)  # of the last proposal
+        self._counters = self._zeros()
+
+    # ---- the engine's side ----------------------------------------------------------------------------
+
+    def begin(self, slot: int, request: Request) -> None:
+        began = self._clock()
+        uid = prompt_uid(request.prompt_ids)
+        if "history" in self._sources:
+            if self._wait:
+                self.index.wait([uid])
+            self._handle[slot] = self.index.open(uid)
+        self._state[slot] = self._length[slot] = 0
+        self._key[slot] = request.key
+        group = self._group(request)
+        group.users += 1
+        self._request_group[slot] = request.group
+        self._siblings[slot] = group.siblings
+        self._last[slot] = self._pool.root(group.siblings) if group.siblings >= 0 else 0
+        self._prompt[slot] = group.prompt
+        self._prompt_state[slot], self._prompt_length[slot] = group.prompt_state, group.prompt_length
+        tokens = np.concatenate([[START], request.token_ids]).astype(np.int64)
+        self._follow(np.array([slot]), np.array([tokens.size]), tokens)
+        self.budget.begin(slot)
+        self._counters["begin_seconds"] += self._clock() - began
+
+    def end(self, slot: int) -> None:
+        if self._handle[slot] >= 0:
+            self.index.close(int(self._handle[slot]))
+            self._handle[slot] = -1
+        name = int(self._request_group[slot])
+        self._groups[name].users -= 1
+        self._groups.move_to_end(name)
+        self._request_group[slot] = -1
+        idle = [group for group, entry in self._groups.items() if not entry.users]
+        for group in idle[: max(0, len(idle) - IDLE_GROUPS)]:
+            entry = self._groups.pop(group)
+            for handle in (entry.siblings, entry.prompt):
+                if handle >= 0:
+                    self._pool.close(handle)
+
+    def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
+        began = self._clock()
+        grown, rules = self._grown, self._rules
+        counts = grow(
+            self.index.arrays(),
+            self._pool.arrays,
+            self._matches(slots),
+            self._key[slots],
+            generated,
+            room,
+            self.calibration.table,
+            rules,
+            grown,
+        )
+        taken = np.arange(rules.max_nodes)[None, :] < counts[:, None]
+        rows = slice(0, slots.size)
+        drafts = Drafts(
+            counts,
+            grown.token_ids[rows][taken],
+            grown.parents[rows][taken],
+            grown.depth[rows][taken],
+            grown.estimates[rows][taken],
+            grown.sources[rows][taken].astype(np.int8),
+        )
+        self._counters["proposed"] += drafts.token_ids.size
+        keep = self.budget.choose(drafts, Batch(slots, generated, tokens))
+        if keep.sum() > most:
+            best = np.argsort(np.where(keep, -drafts.estimates, 1.0), kind="stable")[: max(most, 0)]
+            keep = np.isin(np.arange(keep.size), best)
+        self._raw = grown.raw[rows][taken][keep]
+        drafts = drafts.select(keep)
+        self._counters["propose_seconds"] += self._clock() - began
+        return drafts
+
+    def observe(self, slots: IntArray, drafts: Drafts, verified: Verified, token_ids: IntArray) -> None:
+        began = self._clock()
+        if drafts.token_ids.size:
+            self.calibration.learn(
+                self._raw, drafts.sources, drafts.depth, verified.reached, verified.accepted
+            )
+            self._count(drafts, verified)
+        self.budget.learn(drafts, verified, slots)
+        self._follow(slots, verified.emitted, token_ids)
+        self._counters["observe_seconds"] += self._clock() - began
+
+    # ---- the run's side -------------------------------------------------------------------------------
+
+    def remember(self, rollouts: Iterable[Rollout]) -> None:
+        """Finished responses become history; their automata are built in the background."""
+
+        def place(rollout: Rollout) -> tuple[str, int]:
+            return rollout.prompt.uid, rollout.visit
+
+        uids = []
+        for (uid, visit), members in groupby(sorted(rollouts, key=place), place):
+            responses = [
+                (
+                    np.concatenate([[START], r.token_ids]).astype(np.int64),
+                    np.concatenate([[0.0], r.logprobs]),
+                    r.reward,
+                )
+                for r in members
+            ]
+            self.index.add(uid, visit, responses)
+            uids.append(uid)
+        self.index.prepare(uids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned from verification; histories are rebuilt from the log by `remember`."""
+        return {"calibration": self.calibration.state_dict(), "budget": self.budget.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.calibration.load_state_dict(state["calibration"])
+        self.budget.load_state_dict(state["budget"])
+
+    def metrics(self) -> dict[str, float]:
+        """Under `spec/`, since the last call: what each source proposed and what of it was accepted, acceptance by
+        depth of the nodes that were put to the test, seconds; and the index's sizes now.
+        """
+        counted, self._counters = self._counters, self._zeros()
+        found = {f"spec/{name}": value for name, value in counted.items() if "tested" not in name}
+        for depth in range(1, DEPTHS + 1):
+            tested = counted[f"tested/{depth}"]
+            found[f"spec/acceptance/{depth}"] = (
+                found.pop(f"spec/passed/{depth}") / tested if tested else float("nan")
+            )
+        found |= {f"spec/index/{name}": value for name, value in self.index.metrics().items()}
+        return found | self.budget.metrics() | self.calibration.metrics()
+
+    # ---- inside ---------------------------------------------------------------------------------------
+
+    def _group(self, request: Request) -> _Group:
+        if request.group in self._groups:
+            self._groups.move_to_end(request.group)
+            return self._groups[request.group]
+        pool = self._pool
+        siblings = pool.open() if "siblings" in self._sources else -1
+        prompt, state, length = -1, 0, 0
+        if "prompt" in self._sources:
+            prompt = pool.open()
+            last = np.array([pool.root(prompt)])
+            size = request.prompt_ids.size
+            pool.extend(np.array([prompt]), last, np.array([size]), request.prompt_ids.astype(np.int64))
+            state = match_live(pool.arrays, int(last[0]))
+            length = int(pool.arrays.length[state])
+        group = self._groups[request.group] = _Group(siblings, prompt, state, length)
+        return group
+
+    def _matches(self, slots: IntArray) -> Matches:
+        return Matches(
+            *self.index.bases(self._handle[slots]),
+            self._state[slots],
+            self._length[slots],
+            self._siblings[slots],
+            self._last[slots],
+            self._prompt[slots],
+            self._prompt_state[slots],
+            self._prompt_length[slots],
+        )
+
+    def _follow(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
+        """Take the requests in `slots` (R,) over their new tokens, in every source."""
+        if "history" in self._sources:
+            state, length = self._state[slots], self._length[slots]
+            bases = self.index.bases(self._handle[slots])
+            advance_all(self.index.arrays(), bases, state, length, counts, tokens)
+            self._state[slots], self._length[slots] = state, length
+        if "siblings" in self._sources:
+            last = self._last[slots]
+            self._pool.extend(self._siblings[slots], last, counts, tokens)
+            self._last[slots] = last
+        if "prompt" in self._sources:
+            state, length = self._prompt_state[slots], self._prompt_length[slots]
+            advance_prompts(self._pool.arrays, self._prompt[slots], state, length, counts, tokens)
+            self._prompt_state[slots], self._prompt_length[slots] = state, length
+
+    def _count(self, drafts: Drafts, verified: Verified) -> None:
+        for index, source in enumerate(SOURCES):
+            own = drafts.sources == index
+            self._counters[f"drafted/{source}"] += int(own.sum())
+            self._counters[f"accepted/{source}"] += int((own & verified.accepted).sum())
+        depth = np.minimum(drafts.depth, DEPTHS)
+        tested = np.bincount(depth[verified.reached], minlength=DEPTHS + 1)
+        passed = np.bincount(depth[verified.accepted], minlength=DEPTHS + 1)
+        for at in range(1, DEPTHS + 1):
+            self._counters[f"tested/{at}"] += int(tested[at])
+            self._counters[f"passed/{at}"] += int(passed[at])
+
+    @staticmethod
+    def _zeros() -> dict[str, float]:
+        names = ["begin_seconds", "propose_seconds", "observe_seconds", "proposed"]
+        names += [f"{what}/{source}" for what in ("drafted", "accepted") for source in SOURCES]
+        names += [f"{what}/{depth}" for what in ("tested", "passed") for depth in range(1, DEPTHS + 1)]
+        return dict.fromkeys(names, 0.0)

@@ -1,0 +1,352 @@
+"""The index answers what the responses in its window say, builds aside, and stays within its memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import StrettoError
+from stretto.history import index as index_module
+from stretto.history.frozen import Frozen, find_frozen, freeze
+from stretto.history.index import HistoryIndex, Response, Weight, reward_weights
+from stretto.records import Prompt, Rollout, State
+
+LARGEST = 2**31 - 1
+WEIGHTS: tuple[Weight, ...] = ("count", "reward", "recency", "probability")
+Text = tuple[int, ...]
+Sample = tuple[Text, float]  # tokens and reward
+
+
+def response(tokens: Text, reward: float = 0.0) -> Response:
+    """With log-probs that tell positions and tokens apart."""
+    logprobs = [-0.1 * (i + 1) - 0.01 * (token % 7) for i, token in enumerate(tokens)]
+    return np.array(tokens, np.int64), np.array(logprobs, np.float64), reward
+
+
+def known(index: HistoryIndex, handle: int) -> dict[Text, tuple[float, float]]:
+    """Count and weight of every string that the automaton of `handle` spells."""
+    arrays = index.arrays()
+    state_base, edge_base = (int(base[0]) for base in index.bases(np.array([handle])))
+    states: dict[Text, int] = {(): 0}
+    unexplored: list[Text] = [()]
+    while unexplored:
+        string = unexplored.pop()
+        at = state_base + states[string]
+        for edge in range(edge_base + int(arrays.first[at]), edge_base + int(arrays.first[at + 1])):
+            longer = (*string, int(arrays.token[edge]))
+            assert edge == find_frozen(arrays, state_base, edge_base, states[string], longer[-1])
+            states[longer] = int(arrays.target[edge])
+            unexplored.append(longer)
+    return {
+        string: (float(arrays.counts[state_base + s]), float(arrays.weight[state_base + s]))
+        for string, s in states.items()
+    }
+
+
+def expected(visits: dict[int, list[Sample]], weight: Weight) -> dict[Text, tuple[float, float]]:
+    sums: dict[Text, tuple[float, float]] = {(): (0, 0)}
+    for visit, samples in visits.items():
+        finite = [reward for _, reward in samples if math.isfinite(reward)]
+        for tokens, reward in samples:
+            w = 1.0
+            if weight == "recency":
+                w = 0.5 ** (max(visits) - visit)
+            elif weight == "reward" and math.isfinite(reward) and len(set(finite)) > 1:
+                mean = sum(finite) / len(finite)
+                std = math.sqrt(sum((r - mean) ** 2 for r in finite) / len(finite))
+                w = math.exp(min(2.0, max(-2.0, (reward - mean) / std)))
+            for stop in range(1, len(tokens) + 1):
+                x = math.exp(response(tokens)[1][stop - 1]) if weight == "probability" else 1.0
+                for string in {tokens[start:stop] for start in range(stop + 1)}:
+                    count, total = sums.get(string, (0, 0))
+                    sums[string] = (count + 1, total + w * x)
+    return sums
+
+
+def check(index: HistoryIndex, uid: str, visits: dict[int, list[Sample]], weight: Weight) -> None:
+    handle = index.open(uid)
+    sums = expected(visits, weight)
+    assert (handle == -1) == (len(sums) == 1)
+    if handle >= 0:
+        found = known(index, handle)
+        assert set(found) == set(sums)
+        for string, (count, total) in sums.items():
+            assert found[string][0] == count
+            assert found[string][1] == pytest.approx(total, rel=1e-5)
+        index.close(handle)
+
+
+SAMPLES = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from([0, 1, LARGEST]), max_size=6).map(tuple),
+        st.sampled_from([0.0, 1.0, -3.0, math.nan, math.inf]),
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 4), SAMPLES), max_size=8),
+    st.sampled_from(WEIGHTS),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_counts_and_weights_are_those_of_the_window(
+    pieces: list[tuple[str, int, list[Sample]]], weight: Weight, window: int, background: bool
+) -> None:
+    index = HistoryIndex(window=window, weight=weight)
+    model: dict[str, dict[int, list[Sample]]] = {"a": {}, "b": {}}
+    for uid, visit, samples in pieces:
+        index.add(uid, visit, [response(*sample) for sample in samples])
+        if samples:
+            model[uid].setdefault(visit, []).extend(samples)
+        for old in sorted(model[uid])[:-window]:
+            del model[uid][old]
+        if background:
+            index.prepare(["a", "b", "unknown"])
+    if background:
+        index.wait(["a", "b", "unknown"])
+    else:
+        index.build(["a", "b", "unknown"])
+    for uid, visits in model.items():
+        check(index, uid, visits, weight)
+    assert index.open("unknown") == -1
+    texts = [tokens for visits in model.values() for samples in visits.values() for tokens, _ in samples]
+    assert index.metrics()["tokens"] == sum(map(len, texts))
+    assert index.metrics()["prompts"] == sum(bool(visits) for visits in model.values())
+
+
+def test_reward_weights() -> None:
+    assert reward_weights([1.0, 0.0, 0.0, 1.0]).tolist() == [math.e, 1 / math.e, 1 / math.e, math.e]
+    assert reward_weights([-1.0, -1.0]).tolist() == [1.0, 1.0]
+    assert reward_weights([math.nan, 2.0, 4.0]).tolist() == [1.0, 1 / math.e, math.e]
+    assert reward_weights([math.nan]).tolist() == [1.0]
+    assert reward_weights([]).tolist() == []
+    assert reward_weights([100.0, *[0.0] * 20])[0] == math.exp(2.0)
+
+
+def test_open_handles_share_one_automaton_and_keep_an_older_one_until_they_are_closed() -> None:
+    index = HistoryIndex(window=1)
+    index.add("a", 0, [response((1, 2))])
+    index.add("b", 0, [response((7,))])
+    index.build("ab")
+    first, other = index.open("a"), index.open("b")
+    assert index.open("a") == first != other
+    index.add("a", 1, [response((3,))])
+    assert index.open("a") == first  # the newest that is ready
+    index.build(["a"])
+    second = index.open("a")
+    assert second not in (first, other)
+    assert set(known(index, first)) == {(), (1,), (2,), (1, 2)}
+    assert set(known(index, second)) == {(), (3,)}
+    for _ in range(3):
+        index.close(first)
+    assert set(known(index, second)) == {(), (3,)}
+    assert set(known(index, other)) == {(), (7,)}
+    with pytest.raises(KeyError):
+        index.close(first)
+    index.close(other)
+    assert set(known(index, index.open("b"))) == {(), (7,)}
+
+
+def test_the_background_is_not_waited_for_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    def held_up(*arguments: np.ndarray) -> Frozen:
+        assert go.wait(30)
+        return freeze(*arguments)
+
+    monkeypatch.setattr(index_module, "freeze", held_up)
+    index = HistoryIndex()
+    index.add("a", 0, [response((1,))])
+    index.prepare(["a"])
+    index.prepare(["a"])
+    assert index.open("a") == -1
+    index.add("a", 0, [response((2,))])
+    go.set()
+    index.wait(["a"])
+    assert set(known(index, index.open("a"))) == {(), (1,), (2,)}
+    assert index.metrics()["built_tokens"] == 3  # the first build's one, and two
+
+
+def test_failures_of_the_thread_are_raised_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = HistoryIndex()
+    index.add("a", 0, [response((1,))])
+    index.add("b", 0, [response((2,))])
+
+    def fail(*arguments: np.ndarray) -> Frozen:
+        raise OverflowError(f"no room for {arguments[0].tolist()}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index_module, "freeze", fail)
+        index.prepare(["a"])
+        with pytest.raises(OverflowError, match=r"\[1\]"):
+            index.wait(["a", "b"])
+        with pytest.raises(OverflowError, match=r"\[2\]"):
+            index.add("c", 0, [])
+    index.wait(["a", "b"])
+    assert index.open("a") >= 0
+
+
+def test_the_thread_ends_with_its_index() -> None:
+    index = HistoryIndex()
+    index.add("a", 0, [response((1,))])
+    before = set(threading.enumerate())
+    index.wait(["a"])
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon
+    del index
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_memory_is_bounded_and_the_longest_unvisited_goes_first_oldest_visit_first() -> None:
+    tokens = tuple(range(100))
+    index = HistoryIndex(max_bytes=5 * 400)
+    for uid in "abc":
+        index.add(uid, 0, [response(tokens)])
+    index.add("a", 1, [response(tokens)])
+    index.add("b", 1, [response(tokens)])
+    assert index.metrics()["dropped_visits"] == 0
+    index.add("a", 1, [response((1,))])  # order of last responses: c, b, a; four bytes too many
+    metrics = index.metrics()
+    assert (metrics["dropped_visits"], metrics["dropped_prompts"], metrics["prompts"]) == (1, 1, 2)
+    index.add("d", 0, [response(tokens)])
+    metrics = index.metrics()
+    assert (metrics["dropped_visits"], metrics["dropped_prompts"], metrics["prompts"]) == (1, 0, 3)
+    assert metrics["bytes"] == 4 * 400 + 4
+    index = HistoryIndex(max_bytes=399)
+    index.add("a", 0, [response(tokens)])
+    assert index.metrics()["prompts"] == 0
+    index = HistoryIndex(max_bytes=500)  # enough for the responses, not for an automaton
+    index.add("a", 0, [response(tokens)])
+    index.wait(["a"])
+    assert index.metrics()["prompts"] == 0
+
+
+def test_what_is_open_is_never_dropped() -> None:
+    index = HistoryIndex(max_bytes=3000)
+    index.add("a", 0, [response((1, 2, 1, 2))])
+    index.build(["a"])
+    handle = index.open("a")
+    strings = known(index, handle)
+    for visit in range(40):
+        index.add("b", visit, [response(tuple(range(visit, visit + 60)))])
+        index.build("ab")
+        if visit % 2:
+            opened = index.open("b")
+            if opened >= 0:
+                index.close(opened)
+        assert index.metrics()["bytes"] <= 3000 + 700  # the arena at its largest, beside what is open
+        assert known(index, handle) == strings
+    index.close(handle)
+    index.add("b", 99, [response(tuple(range(200)))])
+    assert index.metrics()["bytes"] <= 3000
+
+
+def test_a_build_under_way_does_not_bring_back_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    def held_up(*arguments: np.ndarray) -> Frozen:
+        assert go.wait(30)
+        return freeze(*arguments)
+
+    index = HistoryIndex(max_bytes=31_000)
+    index.add("a", 0, [response(tuple(range(100)))])
+    index.add("a", 1, [response((500,))])
+    with monkeypatch.context() as patched:
+        patched.setattr(index_module, "freeze", held_up)
+        index.prepare(["a"])
+        index.add("b", 0, [response(tuple(range(7675)))])
+        assert index.metrics()["dropped_visits"] == 1
+        for visit in (1, 2):  # now there is room again
+            index.add("b", visit, [response((1,))])
+        go.set()
+        index.wait(["b"])  # and so for what was asked for before
+    assert index.open("a") == -1
+    index.wait(["a"])
+    assert set(known(index, index.open("a"))) == {(), (500,)}
+
+
+def test_metrics_are_since_the_last_call_and_use_the_clock_given() -> None:
+    ticks = itertools.count()
+    index = HistoryIndex(weight="recency", clock=lambda: float(next(ticks)))
+    index.add("a", 0, [response((1, 2, 3))])
+    index.build(["a"])
+    index.build(["a"])
+    metrics = index.metrics()
+    assert (metrics["build_seconds"], metrics["built_tokens"], metrics["states"]) == (1.0, 3, 4)
+    automaton = 4 * (4 * 5 + 1 + 5 * 2)  # 4 states of 5 numbers, `first` has one more, 5 edges of 2 numbers
+    assert metrics["bytes_per_token"] == automaton / 3
+    assert metrics["bytes"] == automaton + 3 * 4
+    assert index.metrics()["built_tokens"] == 0
+
+
+def rollout(uid: str, visit: int, tokens: Text, outcome: State) -> Rollout:
+    token_ids, logprobs, reward = response(tokens)
+    n = len(tokens)
+    prompt = Prompt(0, uid, 0, np.array([9]), {})
+    versions, mask = np.zeros(n, np.int64), np.ones(n, np.bool_)
+    made = Rollout(1, 1, prompt, 0, visit, 5, token_ids, logprobs, logprobs, versions, mask, reward=reward)
+    made.outcome = outcome
+    return made
+
+
+def test_a_log_fills_the_index_with_what_came_to_its_end() -> None:
+    index = HistoryIndex(weight="probability")
+    index.load(
+        rollout(uid, visit, (10 * visit + state,), state)
+        for visit in (0, 1, 2)
+        for uid in ("a", "b")
+        for state in State
+    )
+    index.build("ab")
+    ended = (State.FINISHED, State.SCORED, State.CONSUMED)
+    visits: dict[int, list[Sample]] = {
+        visit: [((10 * visit + state,), 0.0) for state in ended] for visit in (1, 2)
+    }
+    check(index, "a", visits, "probability")
+    check(index, "b", visits, "probability")
+
+
+@pytest.mark.parametrize(
+    ("weight", "tokens", "logprobs", "message"),
+    [
+        (
+            "count",
+            [1, 2**31],
+            [],
+            r"prompt p, visit 3, response 1: token id 2147483648 is not in 0 .. 2147483647",
+        ),
+        ("reward", [-1], [], "token id -1 is not in"),
+        ("probability", [1, 2], [-0.5], "2 tokens, but 1 log-probs"),
+        ("probability", [1], [math.nan], "NaN or above 0"),
+        ("probability", [1], [0.5], "NaN or above 0"),
+    ],
+)
+def test_bad_responses_are_refused_and_nothing_of_their_piece_is_kept(
+    weight: Weight, tokens: list[int], logprobs: list[float], message: str
+) -> None:
+    index = HistoryIndex(weight=weight)
+    bad = (np.array(tokens, np.int64), np.array(logprobs, np.float64), 0.0)
+    with pytest.raises(StrettoError, match=message):
+        index.add("p", 3, [response((1,)), bad])
+    assert index.metrics()["prompts"] == 0
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(StrettoError, match='did you mean "recency"?'):
+        HistoryIndex(weight="recent")  # type: ignore[arg-type]
+    with pytest.raises(StrettoError, match=r"window \(0\)"):
+        HistoryIndex(window=0)
+    with pytest.raises(StrettoError, match=r"max_bytes \(0\)"):
+        HistoryIndex(max_bytes=0)
