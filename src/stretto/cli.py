@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stretto.config import Config
     from stretto.run import RunResult
 
-BENCHMARKS = ("engine", "bookkeeping")
+BENCHMARKS = ("engine", "bookkeeping", "draft", "rollout", "inflight")
 CHECKPOINTS = ("initial", "latest", "best")
 
 app = App(

@@ -16,6 +16,7 @@ from stretto.assemble import make_engine, sampling_params
 from stretto.buffer import Ledger
 from stretto.config import Config
 from stretto.controller import Controller
+from stretto.draft.drafter import HistoryDrafter
 from stretto.fleet.in_process import InProcessFleet
 from stretto.observe.metrics import evaluation_metrics
 from stretto.records import Prompt, Purpose, Rollout, UpdateBatch, Updated
@@ -77,10 +78,12 @@ def evaluate(
     *,
     max_model_len: int,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+    drafter: HistoryDrafter | None = None,
 ) -> Evaluation:
     """Answer every prompt `config.eval.samples` times with the model as it is, and score the answers.
 
-    `progress(done, total, tokens)` is called as responses finish.
+    `progress(done, total, tokens)` is called as responses finish. `drafter` may remember an earlier evaluation: with
+    the same noise, much of it is said again.
     """
     runtime = LiveRuntime()
     sampling = sampling_params(config, tokenizer, temperature=config.eval.temperature)
@@ -92,7 +95,7 @@ def evaluate(
         max_model_len=max_model_len,
         now=runtime.now,
     )
-    engine = make_engine(config, model, tokenizer, max_model_len, runtime.now)
+    engine = make_engine(config, model, tokenizer, max_model_len, runtime.now, drafter)
     fleet = InProcessFleet([engine], runtime.post)
     grader = Grader(rewards, tokenizer, runtime.post)
     runtime.local, runtime.expecting = fleet, lambda: grader.outstanding > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class Run:
             now=runtime.now,
         )
         self.drafter = make_drafter(config, runtime.now)
+        self.eval_drafter = make_drafter(config, runtime.now) if inputs.test else None
         engine = make_engine(
             config, engine_model, inputs.tokenizer, inputs.max_model_len, runtime.now, self.drafter
         )
@@ -216,7 +217,7 @@ class Run:
         self.inputs.tokenizer.save_pretrained(folder)
 
     def _evaluate(self) -> Evaluation:
-        return evaluate(
+        found = evaluate(
             self.model,
             self.inputs.tokenizer,
             self.inputs.test,
@@ -224,7 +225,11 @@ class Run:
             self.config,
             max_model_len=self.inputs.max_model_len,
             progress=self.reporter.rollout,
+            drafter=self.eval_drafter,
         )
+        if self.eval_drafter is not None:
+            self.eval_drafter.remember(replace(r, visit=self.ledger.version) for r in found.rollouts)
+        return found
 
 
 class _Progress:
