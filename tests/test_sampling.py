@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def plain_support(
         total = np.cumsum(weights[order])
         order = order[: 1 + int(np.sum(total < top_p * total[-1]))]
     return order
+
+
+def test_a_sample_keeps_its_noise_until_it_is_refreshed() -> None:
+    def keys(refresh: float) -> list[list[int]]:
+        how = (0, Purpose.TRAIN, "uid", 0)
+        return [[request_key(*how, i, visit, refresh=refresh) for visit in range(6)] for i in range(2000)]
+
+    fresh, kept = keys(1.0), keys(0.25)
+    assert all(len(set(own)) == 6 for own in fresh)
+    assert [own[0] for own in kept] == [own[0] for own in fresh]
+    assert all(set(own) <= set(whole) for own, whole in zip(kept, fresh, strict=True))
+    renewed = sum(a != b for own in kept for a, b in pairwise(own))
+    assert abs(renewed / 10_000 - 0.25) < 0.025  # 5.8 standard deviations
 
 
 def test_every_field_changes_the_key_and_none_runs_into_the_next() -> None:

@@ -59,13 +59,14 @@ class Ledger:
         purpose: Purpose = Purpose.TRAIN,
         multi_turn: bool = False,
         max_model_len: int = 1 << 31,
+        refresh: float = 1.0,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.sampling = sampling
         self.seed = seed
         self.purpose = purpose
         self.multi_turn = multi_turn
-        self.max_model_len = max_model_len
+        self.max_model_len, self.refresh = max_model_len, refresh
         self.now = now
         self.first_id = 0
         self.columns = Columns()
@@ -248,7 +249,7 @@ class Ledger:
         for prompt, visit in prompts:
             group, self.next_group = self.next_group, self.next_group + 1
             what = (self.seed, self.purpose, prompt.uid, prompt.occurrence)
-            keys = [request_key(*what, index, visit) for index in range(samples_each)]
+            keys = [request_key(*what, i, visit, refresh=self.refresh) for i in range(samples_each)]
             start = self.first_id + self.columns.admit(group, visit, self.version, keys)
             self.prompts[group] = prompt
             self.members[group] = range(start, start + samples_each)

@@ -28,6 +28,8 @@ from stretto.schedule import Schedule
 from stretto.tasks.prompts import PromptStream
 from stretto.tasks.workers import RewardWorkers
 
+ENGINE_METRICS = ("steps", "prefill_tokens", "model_seconds", "sampling_seconds")
+
 
 @dataclass(slots=True)
 class Boundary:
@@ -262,7 +264,8 @@ class Recorder:
                 accepted=int(engine["accepted_tokens"]),
                 reward_errors=int(counters["reward_errors"]),
                 reward_timeouts=int(counters["reward_timeouts"]),
-                extra=self.schedule.metrics()
+                extra={f"engine/{name}": engine[name] for name in ENGINE_METRICS}
+                | self.schedule.metrics()
                 | (self.drafter.metrics() if self.drafter is not None else {})
                 | {f"reward/{name}": workers[f"reward/{name}"] for name in ("retried", "restarted")},
             ),

@@ -49,6 +49,7 @@ class Purpose(StrEnum):
 
     TRAIN = "train"
     EVAL = "eval"
+    REFRESH = "refresh"  # whether noise is drawn anew; no sample's
 
 
 Running = Literal["continue", "recompute", "stop"]

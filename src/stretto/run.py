@@ -83,6 +83,7 @@ class Run:
             seed=config.seed,
             multi_turn=workers.multi_turn,
             max_model_len=inputs.max_model_len,
+            refresh=config.reuse.refresh if config.reuse.kind == "noise" else 1.0,
             now=runtime.now,
         )
         self.drafter = make_drafter(config, runtime.now)

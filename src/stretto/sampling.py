@@ -68,11 +68,18 @@ def request_key(
     sample_index: int,
     visit: int,
     attempt_key: int = 0,
+    refresh: float = 1.0,
 ) -> int:
     """The key of one response, unsigned 64 bit: BLAKE2b of all that may tell responses apart.
 
-    `attempt_key` changes only by a recorded decision to draw again, never by restart or resume.
+    `attempt_key` changes only by a recorded decision to draw again, never by restart or resume. With a `refresh`
+    below 1 the noise of an earlier visit is used again, until this sample's is drawn anew with that probability.
     """
+    while visit > 0 and refresh < 1.0:
+        drawn = request_key(seed, Purpose.REFRESH, prompt_uid, occurrence, sample_index, visit)
+        if drawn < refresh * TWO_TO_64:
+            break
+        visit -= 1
     numbers = [int(number) for number in (seed, occurrence, sample_index, visit, attempt_key)]
     fields = [str(purpose), prompt_uid, *numbers]
     encoded = json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()  # quoted: unambiguous

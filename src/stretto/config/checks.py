@@ -140,6 +140,10 @@ def warnings(config: Config) -> list[str]:
             f"{', '.join(truncation)}: responses come from a truncated distribution, while the learner's is the "
             "full softmax"
         )
+    if config.reuse.kind == "noise":
+        said.append(
+            'reuse.kind = "noise": samples are not fresh draws from the second visit on; training explores less'
+        )
     if config.deterministic and config.schedule.kind == "async":
         said.append(
             'deterministic = true with schedule.kind = "async": the same distribution, not the same run: which '

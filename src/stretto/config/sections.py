@@ -187,6 +187,15 @@ class HistoryConfig(Section):
     """The folder of a run over the same prompts, whose log is read first."""
 
 
+class ReuseConfig(Section):
+    """Drawing a visit's responses from what an earlier one was drawn from. Not exact: see docs/drafting.md."""
+
+    kind: Literal["none", "noise"] = "none"
+    """noise: a sample keeps its noise over visits, so that it says nearly the same until the weights have moved."""
+    refresh: float = Field(default=0.1, gt=0.0, le=1.0)
+    """noise: probability that a sample's noise is drawn anew at a visit."""
+
+
 class FleetConfig(Section):
     """Where engines run."""
 
@@ -314,6 +323,7 @@ class Config(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     draft: DraftConfig = Field(default_factory=DraftConfig)
     history: HistoryConfig = Field(default_factory=HistoryConfig)
+    reuse: ReuseConfig = Field(default_factory=ReuseConfig)
     fleet: FleetConfig = Field(default_factory=FleetConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
