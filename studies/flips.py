@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM
 from stretto.config import ModelConfig
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.model import load_model, load_tokenizer, location
-from stretto.records import IntArray, Progress, Purpose, Request, SamplingParams
+from stretto.records import IntArray, Progress, Purpose, Request, SamplingParams, prompt_uid
 from stretto.sampling import SamplingColumns, request_key
 from stretto.sampling_torch import sample
 from stretto.tasks.knights import KnightsAndKnaves
-from stretto.tasks.prompts import prompt_uid
 
 ROWS = 400
 

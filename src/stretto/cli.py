@@ -296,7 +296,7 @@ def bench(
     """Measure the speed of a part on this machine. `stretto bench NAME --help` lists its options.
 
     Args:
-        name: "engine" or "bookkeeping".
+        name: "engine", "bookkeeping", "draft", "rollout" or "inflight".
         *words: The benchmark's own options.
     """
     if name in ("-h", "--help"):

@@ -20,7 +20,7 @@ from stretto.history.log import read_rollouts
 from stretto.learn.learner import Learner
 from stretto.model import load_model
 from stretto.observe.progress import Reporter
-from stretto.observe.trackers import open_trackers
+from stretto.observe.trackers import Trackers, open_trackers
 from stretto.recorder import Recorder
 from stretto.records import Rollout
 from stretto.run_folder import RunFolder
@@ -55,16 +55,11 @@ class Run:
         reporter: Reporter,
         stack: ExitStack,
     ) -> None:
-        self.config, self.inputs, self.workers = config, inputs, workers
+        self.inputs, self.workers = inputs, workers
         self.runtime, self.folder, self.reporter = runtime, folder, reporter
-        self.schedule = make_schedule(config.schedule)
         self.model = load_model(config.model)
-        if drafts(config) and config.draft.step_ms is None:
-            reporter.message("measuring the engine's steps, which decides how much is drafted")
-            measured = measure_steps(self.model, inputs.max_model_len, runtime.now)
-            draft = config.draft.model_copy(update={"step_ms": measured})
-            self.config = config = config.model_copy(update={"draft": draft})
-            folder.save_config(dump_toml(config))  # kept, so that a resumed run decides alike
+        self.config = config = self._with_step_ms(config)
+        self.schedule = make_schedule(config.schedule)
         shared = not self.schedule.overlaps and config.fleet.weights != "copy"
         engine_model = self.model if shared else load_model(config.model)
         self.learner = Learner(
@@ -96,25 +91,38 @@ class Run:
         self.stream = PromptStream(inputs.train, seed=config.seed, shuffle=config.data.shuffle)
         trackers = open_trackers(config, folder.path, reporter.message)
         stack.callback(trackers.close)
-        self.recorder = Recorder(
-            config,
-            folder,
-            runtime,
-            self.ledger,
-            self.schedule,
-            self.fleet,
-            self.stream,
-            workers,
-            self._save,
-            reporter,
-            trackers,
-            self._evaluate if inputs.test else None,
-            self.drafter,
-        )
+        self.recorder = self._make_recorder(trackers)
         stop = config.reward.on_error == "stop"
         self.grader = Grader(workers, inputs.tokenizer, runtime.post, stop_on_error=stop)
         runtime.local, runtime.expecting = self.fleet, lambda: self.grader.outstanding > 0
         self.unanswered: list[Rollout] = []
+
+    def _make_recorder(self, trackers: Trackers) -> Recorder:
+        return Recorder(
+            self.config,
+            self.folder,
+            self.runtime,
+            self.ledger,
+            self.schedule,
+            self.fleet,
+            self.stream,
+            self.workers,
+            self._save,
+            self.reporter,
+            trackers,
+            self._evaluate if self.inputs.test else None,
+            self.drafter,
+        )
+
+    def _with_step_ms(self, config: Config) -> Config:
+        """With `draft.step_ms` measured, where drafting needs it and it isn't set."""
+        if not drafts(config) or config.draft.step_ms is not None:
+            return config
+        self.reporter.message("measuring the engine's steps, which decides how much is drafted")
+        measured = measure_steps(self.model, self.inputs.max_model_len, self.runtime.now)
+        config = config.model_copy(update={"draft": config.draft.model_copy(update={"step_ms": measured})})
+        self.folder.save_config(dump_toml(config))  # kept, so that a resumed run decides alike
+        return config
 
     def begin(self) -> None:
         """Step 0: the evaluation before the first update."""

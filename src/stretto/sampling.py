@@ -37,10 +37,11 @@ LARGEST_UNIFORM = 1.0 - 2.0**-53  # so that log1p(-w) stays finite
 BLOCK = 1 << 17  # weights held at a time: 1 MiB
 
 
-def kernel(*, parallel: bool = False) -> Callable[[F], F]:
+def kernel(*, parallel: bool = False, inline: bool = False) -> Callable[[F], F]:
     """`numba.njit` without the GIL, compiled once per machine where a cache folder can be written.
 
     Where none can (a read-only installation without a home folder), every process compiles for itself.
+    `inline`: into its callers, for a small function of many arrays: handing them over would take longer than its work.
     Never with `fastmath`: it lets the compiler order sums as it likes, and a kernel just compiled then differs in its
     last bits from the same one loaded from the cache. A resumed run would not be the run that was stopped.
     """
@@ -48,6 +49,7 @@ def kernel(*, parallel: bool = False) -> Callable[[F], F]:
         "nogil": True,
         "error_model": "numpy",
         "parallel": parallel,
+        "forceinline": inline,
     }
 
     def compile_lazily(function: F) -> F:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.draft import Drafts, no_drafts
-from stretto.draft.budget import KINDS, Batch, Budget, make_budget
+from stretto.draft.budget import KINDS, Batch, Budget, Goodput, make_budget
 from stretto.draft.cost import CostModel
 from stretto.errors import StrettoError
 from stretto.records import BoolArray, FloatArray
-from tests.draft.trees import accept, drafts, forest, parent_closed, paths
+from tests.draft.trees import GRAIN, accept, drafts, forest, parent_closed, paths
 
 
 def cost(*points: tuple[int, float], per_node: float = 0.0) -> CostModel:
@@ -70,6 +70,28 @@ class TestGoodput:
             (goodput(trees, c, model, given), -int(c.sum())) for c in choices if parent_closed(trees, c)
         ]
         assert (goodput(trees, keep, model, given), -int(keep.sum())) == max(values)
+
+    def test_the_floor_follows_the_price(self) -> None:
+        fair, cheap, dear = (
+            cost((1, 1.0), (257, 33.0)),
+            cost((1, 1.0), (257, 1.0)),
+            cost((1, 1.0), (257, 257.0)),
+        )
+        trees = forest([[(-1, 60), (-1, 40), (-1, 8)], [(-1, 20), (0, 4)]])
+        budget = Goodput(fair)
+        assert budget.floor == 0.0
+        kept = budget.choose(trees, batch(trees, 1))
+        assert budget.floor == trees.estimates[kept].min() / 2 == 20 / GRAIN
+        again = Goodput(cheap)
+        again.load_state_dict(json.loads(json.dumps(budget.state_dict())))
+        assert again.floor == budget.floor
+        assert again.choose(trees, batch(trees, 1)).all()
+        assert again.floor == trees.estimates.min() / 2
+        again.cost = dear
+        assert not again.choose(trees, batch(trees, 1)).any()
+        assert again.floor == trees.estimates.max() / 2
+        again.choose(forest([[]]), batch(forest([[]]), 1))  # no trees: it was too high
+        assert again.floor == trees.estimates.max() / 4
 
     def test_fades_out_as_the_batch_fills(self) -> None:
         """A chain of halves; the step costs 1 s up to 8 tokens, 1/8 s for each further one."""

@@ -28,8 +28,9 @@ class Oracle:
         assert slot not in self.requests
         self.requests[slot] = (request.id, request.token_ids.size)
 
-    def end(self, slot: int) -> None:
-        del self.requests[slot]
+    def end(self, slot: int, length: int | None) -> None:
+        _, known = self.requests.pop(slot)
+        assert length is None or length == known
 
     def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
         assert (room >= 0).all()

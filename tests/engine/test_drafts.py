@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,14 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.draft.budget import make_budget
+from stretto.draft.cost import CostModel
+from stretto.draft.drafter import IDLE_GROUPS, HistoryDrafter
 from stretto.engine import attention
 from stretto.engine.packing import tree_views
+from stretto.history.index import HistoryIndex, Weight
 from stretto.model import FAMILIES
-from stretto.records import SamplingParams
+from stretto.records import Prompt, Request, Rollout, SamplingParams, prompt_uid
 from tests.engine.byte_tokenizer import byte_tokenizer
 from tests.engine.drafters import Oracle
 from tests.engine.runs import (
     REQUESTS,
+    Answer,
     Run,
     assert_same,
     expected,
@@ -134,3 +140,52 @@ def test_a_node_sees_its_path(data: st.DataObject) -> None:
             assert seen == [*range(int(length[r])), *reversed(path)]
             node += 1
     assert first[-1] == ancestors.size
+
+
+@pytest.mark.parametrize("budget", ["fixed", "aimd", "length_class", "marginal", "goodput"])
+@pytest.mark.parametrize("weight", ["probability", "count", "reward", "recency"])
+def test_same_tokens_with_a_history_of_any_kind_and_any_budget(budget: str, weight: Weight) -> None:
+    """Three visits, the later ones from the history of the first; stopped and resumed on the way."""
+    cost = CostModel()
+    cost.fit([(1, 1.0), (64, 1.5)])
+    drafter = HistoryDrafter(
+        HistoryIndex(weight=weight), make_budget(budget, cost), slots=4, probabilities=weight == "probability"
+    )
+    run = Run(make_engine(model_of("llama"), 4, 500, drafter=drafter))
+    answers = [expected("llama", i) for i in range(len(REQUESTS))]
+    for visit in range(3):
+        again = [replace(request, id=100 * visit + i, group=10 * visit) for i, request in enumerate(REQUESTS)]
+        run.submit(*again)
+        for _ in range(4):
+            run.step()
+        live = [id for id in run.tokens if id not in run.reason][:3]
+        run.stop(live)
+        run.step()
+        for id in live:
+            run.resume(again[id % 100])
+        run.finish()
+        rollouts = []
+        for request, answer in zip(again, answers, strict=True):
+            assert_same(run, request, answer)
+            rollouts.append(finished(request, answer, visit))
+        drafter.remember(rollouts)
+    assert run.engine.metrics()["accepted_tokens"] > len(answers)  # the keys are those of the first visit
+    assert drafter._pool.metrics()["groups"] <= 2 * IDLE_GROUPS
+
+
+def finished(request: Request, answer: Answer, visit: int) -> Rollout:
+    tokens, logprobs, raw, _ = answer
+    return Rollout(
+        request_id=request.id,
+        group_id=request.group,
+        prompt=Prompt(0, prompt_uid(request.prompt_ids), 0, request.prompt_ids, {}),
+        sample_index=0,
+        visit=visit,
+        key=request.key,
+        token_ids=np.array(tokens),
+        logprobs=np.array(logprobs),
+        raw_logprobs=np.array(raw),
+        versions=np.zeros(len(tokens), np.int64),
+        loss_mask=np.ones(len(tokens), np.bool_),
+        reward=float(len(tokens)),
+    )

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from stretto.config import DataConfig
 from stretto.demo.tokenizer import build_tokenizer
 from stretto.errors import StrettoError
-from stretto.records import Prompt
-from stretto.tasks.prompts import PromptStream, prompt_uid, tokenize_rows
+from stretto.records import Prompt, prompt_uid
+from stretto.tasks.prompts import PromptStream, tokenize_rows
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

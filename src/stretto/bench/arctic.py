@@ -17,10 +17,14 @@ import numpy as np
 
 from stretto.draft import Drafts, Verified
 from stretto.errors import StrettoError
+from stretto.history.automaton import TokenArray
 from stretto.records import IntArray, Request, Rollout
 
 DEPTH = 24  # vLLM's suffix_decoding_max_tree_depth: match and draft together
-INSTALL = "pip install --no-build-isolation --no-deps arctic-inference==0.3.0 (needs nanobind and a C++ compiler)"
+UNLIMITED = (64.0, 0.0)  # limits: as many tokens as asked for, however improbable
+INSTALL = (
+    "pip install --no-build-isolation --no-deps arctic-inference==0.3.0 (needs nanobind and a C++ compiler)"
+)
 
 
 def arctic() -> ModuleType | None:
@@ -54,7 +58,8 @@ class ArcticDrafter:
         self._nodes, self._per_prompt, self._tree = nodes, per_prompt, tree
         self._factor, self._floor, self.depth = *limits, depth
         self._caches: dict[int | bytes, Any] = {}
-        self._request: dict[int, tuple[Any, int, IntArray, int]] = {}  # by slot: cache, id, its tokens, how many
+        # By slot: cache, id there, the request's tokens with room for more, how many there are.
+        self._request: dict[int, tuple[Any, int, TokenArray, int]] = {}
         self._next = 0
 
     def cache(self, prompt_ids: IntArray) -> Any:
@@ -85,7 +90,8 @@ class ArcticDrafter:
         cache.start_request(name, request.prompt_ids.astype(np.int32))
         self._request[slot] = cache, name, tokens, known.size
 
-    def end(self, slot: int) -> None:
+    def end(self, slot: int, length: int | None = None) -> None:
+        del length
         cache, name, _, _ = self._request.pop(slot)
         cache.stop_request(name)
 

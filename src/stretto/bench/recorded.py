@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,16 @@ class Recorded:
     targets: list[Rollout]
     names: tuple[str, str]  # of the history's visits, and of the targets'
 
+    def thinned(self, count: int) -> Recorded:
+        """The first groups that have `count` targets together, and their history."""
+        groups = list(dict.fromkeys(r.group_id for r in self.targets))
+        sizes = Counter(r.group_id for r in self.targets)
+        enough = np.searchsorted(np.cumsum([sizes[group] for group in groups]), count) + 1
+        kept = set(groups[:enough])
+        targets = [r for r in self.targets if r.group_id in kept]
+        answered = {r.prompt.uid for r in targets}
+        return Recorded([r for r in self.history if r.prompt.uid in answered], targets, self.names)
+
     @property
     def logprobs_known(self) -> bool:
         """Of every response of the history, the behaviour log-probs."""
@@ -53,7 +64,9 @@ class Recorded:
         return history, targets
 
 
-def read(path: Path, model: Path | None = None, history: str | None = None, target: str | None = None) -> Recorded:
+def read(
+    path: Path, model: Path | None = None, history: str | None = None, target: str | None = None
+) -> Recorded:
     """What is recorded in `path`: the responses of checkpoint `target` (default: the last) to prompts that `history`
     (default: all before the target) answered too.
 
@@ -70,17 +83,25 @@ def read(path: Path, model: Path | None = None, history: str | None = None, targ
     known = {r.prompt.uid for r in before}
     targets = [r for r in rollouts if r.visit == last and r.prompt.uid in known and r.token_ids.size]
     if last in visits or not targets:
-        raise StrettoError(f'{path}: nothing to replay: no response of "{names[last]}" has a history in another one')
+        raise StrettoError(
+            f'{path}: nothing to replay: no response of "{names[last]}" has a history in another one'
+        )
     answered = {r.prompt.uid for r in targets}
+    shuffled = np.random.default_rng(0).permutation(1 + max(r.group_id for r in targets))
+    targets.sort(key=lambda r: int(shuffled[r.group_id]))  # as training does; siblings stay together
     label = ", ".join(names[visit] for visit in visits)
     return Recorded([r for r in before if r.prompt.uid in answered], targets, (label, names[last]))
 
 
 def _run(folder: Path) -> tuple[list[str], list[Rollout]]:
     """The finished training responses in a run's log; checkpoints are visits."""
-    files = sorted((folder / "rollouts").glob("step-*.parquet"), key=lambda file: int(file.stem.split("-")[1]))
+    files = sorted(
+        (folder / "rollouts").glob("step-*.parquet"), key=lambda file: int(file.stem.split("-")[1])
+    )
     if not files:
-        raise StrettoError(f"{folder}: no log of rollouts in there; a run's folder has rollouts/step-*.parquet")
+        raise StrettoError(
+            f"{folder}: no log of rollouts in there; a run's folder has rollouts/step-*.parquet"
+        )
     ended = (State.FINISHED, State.SCORED, State.CONSUMED)
     rollouts = [r for file in files for r in read_rollouts(file) if r.outcome in ended]
     return [f"visit {visit}" for visit in range(1 + max((r.visit for r in rollouts), default=0))], rollouts
@@ -107,7 +128,9 @@ def _lines(path: Path, model: Path | None) -> tuple[list[str], list[Rollout]]:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, StrettoError):
                 raise StrettoError(f"{path}, line {number}: {error}") from error
-            raise StrettoError(f"{path}, line {number}: not a line of recorded rollouts: {error!r}") from error
+            raise StrettoError(
+                f"{path}, line {number}: not a line of recorded rollouts: {error!r}"
+            ) from error
     if not names:
         raise StrettoError(f"{path}: empty")
     return names, rollouts
@@ -142,9 +165,9 @@ def _ids(entry: dict[str, Any], ids: str, text: str, encode: Encode | None, *, e
 
 def _text_lines(path: Path) -> Iterator[str]:
     try:
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        with opened as file:
-            yield from file
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            for line in file:
+                yield line.decode()
     except (OSError, EOFError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise StrettoError(f"cannot read {path}: {reason}") from error

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from stretto.draft import Drafts, Verified
-from stretto.draft.budget import Budget
 from stretto.draft.cost import CostModel
 from stretto.engine import Drafter
 from stretto.records import BoolArray, IntArray, Request, Rollout, SamplingParams
 from stretto.sampling import kernel
+
+LONGEST = 1 << 40  # tokens; no response has so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,16 @@ class Texts:
     def put(self, slot: int, target: int) -> None:
         self._target[slot], self.generated[slot] = target, 0
 
-    def verify(self, slots: IntArray, drafts: Drafts) -> tuple[Verified, IntArray]:
-        """What becomes of the drafts of `slots`, and the tokens that are emitted."""
+    def verify(
+        self, slots: IntArray, drafts: Drafts, most: int = LONGEST
+    ) -> tuple[Verified, IntArray]:
+        """What becomes of the drafts of `slots`, and the tokens that are emitted, at most `most` of each."""
         nodes, target = drafts.token_ids.size, self._target[slots]
-        verified = Verified(np.zeros(nodes, np.bool_), np.zeros(nodes, np.bool_), np.zeros(slots.size, np.int64))
+        verified = Verified(
+            np.zeros(nodes, np.bool_), np.zeros(nodes, np.bool_), np.zeros(slots.size, np.int64)
+        )
         begins = self._begins[target] + self.generated[slots]
-        ends = self._ends[target]
+        ends = np.minimum(self._ends[target], begins + most)
         _walk(
             drafts.counts,
             drafts.token_ids,
@@ -120,35 +125,26 @@ def request_of(rollout: Rollout, longest: int) -> Request:
 
 
 def replay(
-    drafter: Drafter,
-    targets: Sequence[Rollout],
-    slots: int,
-    *,
-    budget: Budget | None = None,
-    predicted: dict[str, float] | None = None,
-    cost: CostModel | None = None,
+    drafter: Drafter, targets: Sequence[Rollout], slots: int, cost: CostModel | None = None
 ) -> Replayed:
     """Decode `targets` in this order in `slots` places, each free place taking the next one.
 
-    A step emits for every running target the accepted tokens and one more. `budget` hears of every beginning with the
-    length `predicted` for its prompt, and of every end. Prefill is left out.
+    A step emits for every running target the accepted tokens and one more. Prefill is left out.
     """
     longest = 2 * max(t.token_ids.size for t in targets)  # no target is cut off, or known by its limit
     texts, waiting, free = Texts(targets, slots), deque(range(len(targets))), list(range(slots))[::-1]
-    active, running = np.zeros(slots, np.bool_), {}
+    active = np.zeros(slots, np.bool_)
     checks = steps = drafted = accepted = 0
     seconds = 0.0 if cost is not None else float("nan")
     while waiting or active.any():
         while waiting and free:
             slot, target = free.pop(), waiting.popleft()
             texts.put(slot, target)
-            running[slot], active[slot] = targets[target], True
+            active[slot] = True
             drafter.begin(slot, request_of(targets[target], longest))
-            if budget is not None and predicted is not None:
-                budget.begin(slot, predicted.get(targets[target].prompt.uid))
         here = np.flatnonzero(active)
-        room = longest - texts.generated[here] - 1
-        drafts = drafter.propose(here, texts.generated[here].copy(), room, here.size, here.size * longest)
+        generated = texts.generated[here]
+        drafts = drafter.propose(here, generated, longest - generated - 1, here.size, here.size * longest)
         nodes = drafts.token_ids.size
         verified, emitted = texts.verify(here, drafts)
         drafter.observe(here, drafts, verified, emitted)
@@ -159,7 +155,5 @@ def replay(
         for slot in here[texts.ended(here)].tolist():
             active[slot] = False
             free.append(slot)
-            if budget is not None:
-                budget.end(slot, running[slot].token_ids.size)
-            drafter.end(slot)
+            drafter.end(slot, int(texts.generated[slot]))
     return Replayed(sum(t.token_ids.size for t in targets), checks, steps, drafted, accepted, seconds)

@@ -32,6 +32,9 @@ class Batch:
 class Budget(ABC):
     """One rule. `begin` and `end` bracket a request in a slot; rules that keep nothing per request ignore them."""
 
+    floor = 0.0
+    """At the next step no node with a smaller estimate is likely to be chosen: none need be proposed."""
+
     def begin(self, slot: int, predicted_length: float | None = None) -> None:
         """A request enters `slot`; its response is predicted to have so many tokens, None if nothing is known."""
         del slot, predicted_length
@@ -57,6 +60,9 @@ class Budget(ABC):
     def metrics(self) -> dict[str, float]:
         """Its own figures, since the last call where they count something."""
         return {}
+
+
+MARGIN = 0.5  # between the price of a node at one step and the least estimate worth proposing at the next
 
 
 class NoDrafts(Budget):
@@ -104,6 +110,10 @@ class Goodput(Budget):
         best = int(np.argmax(value.cumsum() / seconds))
         keep = np.zeros(gains.size, dtype=np.bool_)
         keep[order[:best]] = True
+        # Half of the least that was worth its price, or of the best that was not: should prices fall, a few steps
+        # find the new level.
+        level = drafts.estimates[keep].min() if best else drafts.estimates.max(initial=self.floor)
+        self.floor = MARGIN * float(level)
         self._proposed += gains.size
         self._kept += best
         return keep
@@ -129,11 +139,13 @@ class Goodput(Budget):
             "kept": self._kept,
             "expected": self._expected,
             "accepted": self._accepted,
+            "floor": self.floor,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._proposed, self._kept = int(state["proposed"]), int(state["kept"])
         self._expected, self._accepted = float(state["expected"]), int(state["accepted"])
+        self.floor = float(state["floor"])
 
     def _reset(self) -> None:
         self._proposed, self._kept, self._expected, self._accepted = 0, 0, 0.0, 0

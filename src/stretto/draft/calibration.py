@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stretto.draft import SOURCES
 from stretto.draft.isotonic import isotonic
@@ -14,7 +13,10 @@ from stretto.errors import StrettoError
 from stretto.records import BoolArray, FloatArray, IntArray
 from stretto.sampling import kernel
 
-Int8Array = npt.NDArray[np.int8]
+ROWS = (*SOURCES, "siblings_beside_history", "prompt_beside_history")
+"""Calibrated apart: each source, and what the others say where history has a match too. There they are asked for what
+history lacks, and right far less often."""
+BESIDE_HISTORY = 2  # from a source to its row beside history
 
 DEPTHS = ("1", "2", "3-4", "5-8", "9+")  # depth buckets
 INNER_EDGES = 1.0 / (
@@ -39,13 +41,13 @@ def depth_bucket(depth: int) -> int:
 
 
 @kernel()
-def calibrated(table: FloatArray, raw: float, source: int, bucket: int) -> float:
+def calibrated(table: FloatArray, raw: float, row: int, bucket: int) -> float:
     """Probability that a node of raw conditional estimate `raw` is accepted once its parent was.
 
-    `table` (sources, depth buckets, 2 * KNOTS) is `Calibration.table`: positions of the knots, then values.
+    `table` (rows, depth buckets, 2 * KNOTS) is `Calibration.table`: positions of the knots, then values.
     Linear between knots, hence non-decreasing in `raw`; raw outside [0, 1] counts as the nearer end.
     """
-    knots = table[source, bucket]
+    knots = table[row, bucket]
     right = 1
     while right < KNOTS - 1 and raw > knots[right]:
         right += 1
@@ -60,11 +62,9 @@ def _bin(estimate: float) -> int:
 
 
 @kernel()
-def _calibrate(
-    table: FloatArray, raw: FloatArray, sources: Int8Array, depth: IntArray, out: FloatArray
-) -> None:
+def _calibrate(table: FloatArray, raw: FloatArray, rows: IntArray, depth: IntArray, out: FloatArray) -> None:
     for i in range(raw.size):
-        out[i] = calibrated(table, raw[i], sources[i], depth_bucket(depth[i]))
+        out[i] = calibrated(table, raw[i], rows[i], depth_bucket(depth[i]))
 
 
 @kernel()
@@ -74,7 +74,7 @@ def _learn(
     table: FloatArray,
     decay: float,
     raw: FloatArray,
-    sources: Int8Array,
+    rows: IntArray,
     depth: IntArray,
     reached: BoolArray,
     accepted: BoolArray,
@@ -85,13 +85,13 @@ def _learn(
             continue
         bucket = depth_bucket(depth[i])
         outcome = 1.0 if accepted[i] else 0.0
-        seen = counts[sources[i], bucket, _bin(raw[i])]
+        seen = counts[rows[i], bucket, _bin(raw[i])]
         seen *= decay
         seen[TESTED] += 1.0
         seen[ESTIMATED] += raw[i]
         seen[ACCEPTED] += outcome
-        predicted = calibrated(table, raw[i], sources[i], bucket)
-        told = tally[sources[i], _bin(predicted)]
+        predicted = calibrated(table, raw[i], rows[i], bucket)
+        told = tally[rows[i], _bin(predicted)]
         told[TESTED] += 1.0
         told[ESTIMATED] += predicted
         told[ACCEPTED] += outcome
@@ -100,9 +100,9 @@ def _learn(
 @kernel()
 def _refresh(counts: FloatArray, table: FloatArray) -> None:
     """Knots from counts: each bin's mean estimate against its share of accepted tests, the prior included."""
-    for source in range(counts.shape[0]):
+    for row in range(counts.shape[0]):
         for bucket in range(counts.shape[1]):
-            seen, knots = counts[source, bucket], table[source, bucket]
+            seen, knots = counts[row, bucket], table[row, bucket]
             weights = seen[:, TESTED] + PRIOR
             knots[1 : KNOTS - 1] = (seen[:, ESTIMATED] + PRIOR * CENTRES) / weights
             values = isotonic((seen[:, ACCEPTED] + PRIOR * CENTRES) / weights, weights)
@@ -115,7 +115,7 @@ def _refresh(counts: FloatArray, table: FloatArray) -> None:
 
 
 class Calibration:
-    """Online map from raw to calibrated conditional acceptance, one per source and depth bucket.
+    """Online map from raw to calibrated conditional acceptance, one per row and depth bucket.
 
     "Conditional": given that the node's parent was accepted; a path's acceptance is the product. Twelve bins over
     the raw estimate keep exponentially decayed counts, with a prior of PRIOR tests that says the estimate is right.
@@ -123,30 +123,30 @@ class Calibration:
     regression keeps the map non-decreasing. Deterministic: the same tests in the same order give the same bits.
     """
 
-    table: FloatArray  # (sources, depth buckets, 2 * KNOTS), for `calibrated`; kept up to date in place
+    table: FloatArray  # (rows, depth buckets, 2 * KNOTS), for `calibrated`; kept up to date in place
 
     def __init__(self, half_life: float = 2_000.0) -> None:
         """`half_life`: after this many further tests in its bin a test counts half."""
         self._decay = 0.5 ** (1.0 / half_life)
-        self._counts = np.zeros((len(SOURCES), len(DEPTHS), BINS, 3))
-        self._tally = np.zeros((len(SOURCES), BINS, 3))
-        self.table = np.empty((len(SOURCES), len(DEPTHS), 2 * KNOTS))
+        self._counts = np.zeros((len(ROWS), len(DEPTHS), BINS, 3))
+        self._tally = np.zeros((len(ROWS), BINS, 3))
+        self.table = np.empty((len(ROWS), len(DEPTHS), 2 * KNOTS))
         self.refresh()
 
-    def calibrate(self, raw: FloatArray, sources: Int8Array, depth: IntArray) -> FloatArray:
-        """(N,) probabilities of raw conditional estimates (N,) in [0, 1]; `sources`, `depth` as in `Drafts`."""
+    def calibrate(self, raw: FloatArray, rows: IntArray, depth: IntArray) -> FloatArray:
+        """(N,) probabilities of raw conditional estimates (N,) in [0, 1]; `rows` index ROWS, `depth` as in `Drafts`."""
         out = np.empty(raw.size)
-        _calibrate(self.table, raw, sources, depth, out)
+        _calibrate(self.table, raw, rows, depth, out)
         return out
 
     def learn(
-        self, raw: FloatArray, sources: Int8Array, depth: IntArray, reached: BoolArray, accepted: BoolArray
+        self, raw: FloatArray, rows: IntArray, depth: IntArray, reached: BoolArray, accepted: BoolArray
     ) -> None:
         """Take in what became of nodes, all arrays (N,). Only `reached` nodes count: the others were not tested.
 
         `raw` is what `calibrate` was given for them. The table is refreshed.
         """
-        _learn(self._counts, self._tally, self.table, self._decay, raw, sources, depth, reached, accepted)
+        _learn(self._counts, self._tally, self.table, self._decay, raw, rows, depth, reached, accepted)
         self.refresh()
 
     def refresh(self) -> None:
@@ -157,7 +157,7 @@ class Calibration:
         return {"counts": self._counts.tolist(), "tally": self._tally.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises StrettoError where the state is one of other sources, depths or bins; nothing is changed then."""
+        """Raises StrettoError where the state is one of other rows, depths or bins; nothing is changed then."""
         counts, tally = (np.array(state[name], np.float64) for name in ("counts", "tally"))
         for name, found, ours in (("counts", counts, self._counts), ("tally", tally, self._tally)):
             if found.shape != ours.shape:
@@ -168,13 +168,13 @@ class Calibration:
         self.refresh()
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call, of the nodes tested, overall and by source (left out where there were none).
+        """Since the last call, of the nodes tested, overall and by row (left out where there were none).
 
         `error` is the expected calibration error (Naeini et al. 2015): mean distance of predicted from observed over
         bins of the prediction, weighted by tests. Each prediction is the one made before its outcome was learnt.
         """
         tally, self._tally = self._tally, np.zeros_like(self._tally)
-        groups = {"": tally.sum(axis=0)} | {f"/{name}": tally[i] for i, name in enumerate(SOURCES)}
+        groups = {"": tally.sum(axis=0)} | {f"/{name}": tally[i] for i, name in enumerate(ROWS)}
         found: dict[str, float] = {}
         for suffix, bins in groups.items():
             tested, predicted, accepted = bins.sum(axis=0)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -16,9 +17,11 @@ import numpy as np
 from stretto.draft import SOURCES, Drafts, Verified
 from stretto.draft.budget import Batch, Budget
 from stretto.draft.calibration import Calibration
-from stretto.draft.tree import Matches, Rules, advance_prompts, grow, room_for
+from stretto.draft.cost import CostModel
+from stretto.draft.estimates import advance_prompts
+from stretto.draft.tree import Matches, Rules, grow, room_for
 from stretto.history.automaton import LivePool, match_live
-from stretto.history.frozen import advance_all
+from stretto.history.frozen import Arena, advance_all, freeze
 from stretto.history.index import LARGEST_TOKEN, HistoryIndex
 from stretto.records import IntArray, Request, Rollout, prompt_uid
 
@@ -36,6 +39,47 @@ class _Group:
     prompt_state: int  # the match of the whole prompt in itself, and its length
     prompt_length: int
     users: int = 0
+
+
+@dataclass(slots=True)
+class _Lengths:
+    """Of the responses of a prompt's newest visit."""
+
+    visit: int
+    tokens: int = 0
+    responses: int = 0
+
+
+@dataclass(slots=True)
+class _Counters:
+    """What happened since `metrics` was last called."""
+
+    begin_seconds: float = 0.0
+    propose_seconds: float = 0.0
+    observe_seconds: float = 0.0
+    proposed: int = 0
+    drafted: IntArray = field(default_factory=lambda: np.zeros(len(SOURCES), np.int64))
+    accepted: IntArray = field(default_factory=lambda: np.zeros(len(SOURCES), np.int64))
+    tested: IntArray = field(default_factory=lambda: np.zeros(DEPTHS + 1, np.int64))  # by depth, from 0
+    passed: IntArray = field(default_factory=lambda: np.zeros(DEPTHS + 1, np.int64))
+
+    def add(self, drafts: Drafts, verified: Verified) -> None:
+        depth = np.minimum(drafts.depth, DEPTHS)
+        self.drafted += np.bincount(drafts.sources, minlength=len(SOURCES))
+        self.accepted += np.bincount(drafts.sources[verified.accepted], minlength=len(SOURCES))
+        self.tested += np.bincount(depth[verified.reached], minlength=DEPTHS + 1)
+        self.passed += np.bincount(depth[verified.accepted], minlength=DEPTHS + 1)
+
+    def metrics(self) -> dict[str, float]:
+        names = ("begin_seconds", "propose_seconds", "observe_seconds", "proposed")
+        found = {f"spec/{name}": float(getattr(self, name)) for name in names}
+        for index, source in enumerate(SOURCES):
+            found[f"spec/drafted/{source}"] = float(self.drafted[index])
+            found[f"spec/accepted/{source}"] = float(self.accepted[index])
+        for depth in range(1, DEPTHS + 1):
+            tested = int(self.tested[depth])
+            found[f"spec/acceptance/{depth}"] = int(self.passed[depth]) / tested if tested else float("nan")
+        return found
 
 
 class HistoryDrafter:
@@ -65,7 +109,7 @@ class HistoryDrafter:
         self.index, self.budget = index, budget
         self.calibration = Calibration()
         self._sources = frozenset(sources)
-        self._rules = Rules(max_nodes, 0.0, noise_aware, probabilities)
+        self._rules = Rules(max_nodes, noise_aware, probabilities)
         self._wait, self._clock = wait, clock
         self._pool = LivePool()
         self._groups: OrderedDict[int, _Group] = OrderedDict()  # the one used longest ago first
@@ -74,10 +118,11 @@ class HistoryDrafter:
         self._handle, self._state, self._length = column(-1), column(), column()
         self._siblings, self._last = column(-1), column()
         self._prompt, self._prompt_state, self._prompt_length = column(-1), column(), column()
-        shape = (slots, max_nodes)
         self._grown = room_for(slots, max_nodes)
-        self._raw = np.zeros(0)  # of the last proposal
-        self._counters = self._zeros()
+        self._raw, self._rows = np.zeros(0), column()[:0]  # of the last proposal's nodes
+        self._lengths: dict[str, _Lengths] = {}  # by prompt uid
+        self._counters = _Counters()
+        compile_kernels()
 
     # ---- the engine's side ----------------------------------------------------------------------------
 
@@ -99,10 +144,13 @@ class HistoryDrafter:
         self._prompt_state[slot], self._prompt_length[slot] = group.prompt_state, group.prompt_length
         tokens = np.concatenate([[START], request.token_ids]).astype(np.int64)
         self._follow(np.array([slot]), np.array([tokens.size]), tokens)
-        self.budget.begin(slot)
-        self._counters["begin_seconds"] += self._clock() - began
+        lengths = self._lengths.get(uid)
+        self.budget.begin(slot, lengths.tokens / lengths.responses if lengths else None)
+        self._counters.begin_seconds += self._clock() - began
 
-    def end(self, slot: int) -> None:
+    def end(self, slot: int, length: int | None) -> None:
+        if length is not None:
+            self.budget.end(slot, length)
         if self._handle[slot] >= 0:
             self.index.close(int(self._handle[slot]))
             self._handle[slot] = -1
@@ -119,7 +167,6 @@ class HistoryDrafter:
 
     def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
         began = self._clock()
-        grown, rules = self._grown, self._rules
         counts = grow(
             self.index.arrays(),
             self._pool.arrays,
@@ -128,39 +175,40 @@ class HistoryDrafter:
             generated,
             room,
             self.calibration.table,
-            rules,
-            grown,
+            self._rules,
+            self.budget.floor,
+            self._grown,
         )
-        taken = np.arange(rules.max_nodes)[None, :] < counts[:, None]
-        rows = slice(0, slots.size)
+        nodes = int(counts.sum())
+        grown = self._grown
         drafts = Drafts(
             counts,
-            grown.token_ids[rows][taken],
-            grown.parents[rows][taken],
-            grown.depth[rows][taken],
-            grown.estimates[rows][taken],
-            grown.sources[rows][taken].astype(np.int8),
+            grown.token_ids[:nodes],
+            grown.parents[:nodes],
+            grown.depth[:nodes],
+            grown.estimates[:nodes],
+            grown.sources[:nodes].astype(np.int8),
         )
-        self._counters["proposed"] += drafts.token_ids.size
         keep = self.budget.choose(drafts, Batch(slots, generated, tokens))
-        if keep.sum() > most:
+        if np.count_nonzero(keep) > most:
             best = np.argsort(np.where(keep, -drafts.estimates, 1.0), kind="stable")[: max(most, 0)]
-            keep = np.isin(np.arange(keep.size), best)
-        self._raw = grown.raw[rows][taken][keep]
+            keep = np.zeros(nodes, np.bool_)
+            keep[best] = True
+        self._raw, self._rows = grown.raw[:nodes][keep], grown.rows[:nodes][keep]
         drafts = drafts.select(keep)
-        self._counters["propose_seconds"] += self._clock() - began
+        self._counters.proposed += nodes
+        self._counters.propose_seconds += self._clock() - began
         return drafts
 
     def observe(self, slots: IntArray, drafts: Drafts, verified: Verified, token_ids: IntArray) -> None:
         began = self._clock()
         if drafts.token_ids.size:
-            self.calibration.learn(
-                self._raw, drafts.sources, drafts.depth, verified.reached, verified.accepted
-            )
-            self._count(drafts, verified)
+            reached, accepted = verified.reached, verified.accepted
+            self.calibration.learn(self._raw, self._rows, drafts.depth, reached, accepted)
+            self._counters.add(drafts, verified)
         self.budget.learn(drafts, verified, slots)
         self._follow(slots, verified.emitted, token_ids)
-        self._counters["observe_seconds"] += self._clock() - began
+        self._counters.observe_seconds += self._clock() - began
 
     # ---- the run's side -------------------------------------------------------------------------------
 
@@ -181,6 +229,12 @@ class HistoryDrafter:
                 for r in members
             ]
             self.index.add(uid, visit, responses)
+            lengths = self._lengths.setdefault(uid, _Lengths(visit))
+            if visit > lengths.visit:
+                lengths = self._lengths[uid] = _Lengths(visit)
+            if visit == lengths.visit:
+                lengths.tokens += sum(tokens.size - 1 for tokens, _, _ in responses)
+                lengths.responses += len(responses)
             uids.append(uid)
         self.index.prepare(uids)
 
@@ -196,13 +250,7 @@ class HistoryDrafter:
         """Under `spec/`, since the last call: what each source proposed and what of it was accepted, acceptance by
         depth of the nodes that were put to the test, seconds; and the index's sizes now.
         """
-        counted, self._counters = self._counters, self._zeros()
-        found = {f"spec/{name}": value for name, value in counted.items() if "tested" not in name}
-        for depth in range(1, DEPTHS + 1):
-            tested = counted[f"tested/{depth}"]
-            found[f"spec/acceptance/{depth}"] = (
-                found.pop(f"spec/passed/{depth}") / tested if tested else float("nan")
-            )
+        found, self._counters = self._counters.metrics(), _Counters()
         found |= {f"spec/index/{name}": value for name, value in self.index.metrics().items()}
         return found | self.budget.metrics() | self.calibration.metrics()
 
@@ -253,21 +301,29 @@ class HistoryDrafter:
             advance_prompts(self._pool.arrays, self._prompt[slots], state, length, counts, tokens)
             self._prompt_state[slots], self._prompt_length[slots] = state, length
 
-    def _count(self, drafts: Drafts, verified: Verified) -> None:
-        for index, source in enumerate(SOURCES):
-            own = drafts.sources == index
-            self._counters[f"drafted/{source}"] += int(own.sum())
-            self._counters[f"accepted/{source}"] += int((own & verified.accepted).sum())
-        depth = np.minimum(drafts.depth, DEPTHS)
-        tested = np.bincount(depth[verified.reached], minlength=DEPTHS + 1)
-        passed = np.bincount(depth[verified.accepted], minlength=DEPTHS + 1)
-        for at in range(1, DEPTHS + 1):
-            self._counters[f"tested/{at}"] += int(tested[at])
-            self._counters[f"passed/{at}"] += int(passed[at])
 
-    @staticmethod
-    def _zeros() -> dict[str, float]:
-        names = ["begin_seconds", "propose_seconds", "observe_seconds", "proposed"]
-        names += [f"{what}/{source}" for what in ("drafted", "accepted") for source in SOURCES]
-        names += [f"{what}/{depth}" for what in ("tested", "passed") for depth in range(1, DEPTHS + 1)]
-        return dict.fromkeys(names, 0.0)
+@cache
+def compile_kernels() -> None:
+    """Compile, or load from numba's cache, everything that drafting calls: at set-up, so that no step has to."""
+    one, text = np.zeros(1, np.int64), np.array([START, 0, 1, 0, 2], np.int64)
+    size = np.array([text.size])
+    pool = LivePool()
+    group, last = np.array([pool.open()]), np.zeros(1, np.int64)
+    last[0] = pool.root(int(group[0]))
+    pool.extend(group, last, size, text)
+    state, length = np.array([match_live(pool.arrays, int(last[0]))]), one.copy()
+    advance_prompts(pool.arrays, group, state, length, one, text[:0])
+    arena = Arena(weighted=True)
+    arena.add(freeze(text.astype(np.int32), np.array([0, text.size]), np.ones(text.size)))
+    bases, place, matched = arena.bases(one), one.copy(), one.copy()
+    advance_all(arena.arrays, bases, place, matched, size, text)
+    calibration, grown = Calibration(), room_for(1, 2)
+    matches = Matches(*bases, place, matched, group, last, group, state, length)
+    rules = Rules(2, True, True)
+    key = np.zeros(1, np.uint64)
+    grow(arena.arrays, pool.arrays, matches, key, one, one + 2, calibration.table, rules, 0.0, grown)
+    calibration.learn(grown.raw, grown.rows, grown.depth, grown.rows == 0, grown.rows == 0)
+    cost = CostModel()
+    cost.fit([(1, 1.0), (2, 1.0)])
+    cost.seconds(one)
+    pool.close(int(group[0]))

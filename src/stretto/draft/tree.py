@@ -1,10 +1,7 @@
 """Growing a draft's tree: best first, from what followed the same text before.
 
 Each source keeps, for every request, the longest match of its text. A node's children are the tokens that followed
-the match. How probable one is given its parent is estimated from the match and, since a long match has few
-occurrences, from its suffixes: at each level the share of occurrences followed by the token, blended with the next
-shorter match's by N occurrences against T different successors (escape method C of prediction by partial matching,
-Moffat 1990).
+the match, with the probabilities of `stretto.draft.estimates`.
 
 Sampling is keyed, so the noise that will decide is known beforehand: a token of probability p and noise g is the
 sample with probability exp(-((1 - p) / p) * exp(-g)), the other tokens' noise left out. Its mean over g is p.
@@ -17,15 +14,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stretto.draft.calibration import calibrated, depth_bucket
-from stretto.history.automaton import Pool, find_live, match_live
-from stretto.history.frozen import Frozen, advance, find_frozen
+from stretto.draft.calibration import BESIDE_HISTORY, calibrated, depth_bucket
+from stretto.draft.estimates import (
+    BRANCHES,
+    Successors,
+    advance_live,
+    frozen_successors,
+    live_successors,
+    room_for_successors,
+)
+from stretto.history.automaton import Pool, match_live
+from stretto.history.frozen import Frozen, advance
 from stretto.records import FloatArray, IntArray
 from stretto.sampling import KeyArray, kernel, noise_of
 
-BRANCHES = 6  # children looked at per node and source, the most frequent ones
-LEVELS = 3  # matches that an estimate is blended from, the longest and its suffixes
 HISTORY, SIBLINGS, PROMPT = 0, 1, 2  # index into `stretto.draft.SOURCES`
+SHORTEST_PROMPT_MATCH = 2  # tokens; a single one says too little
+UNKNOWN = -2  # where a node is in the live automata: not needed so far
+WIDTH = 3 * BRANCHES  # children of a node at most
 
 
 class Matches(NamedTuple):
@@ -46,126 +52,80 @@ class Rules(NamedTuple):
     """How trees are grown."""
 
     max_nodes: int
-    floor: float  # no node with a smaller estimate
     noise_aware: bool
     probabilities: bool  # history weighs occurrences by their behaviour probability
 
 
 class Grown(NamedTuple):
-    """Room for R trees of up to `max_nodes` nodes: columns of `stretto.draft.Drafts`, (R, max_nodes) each."""
+    """Nodes of R trees, request after request: columns of `stretto.draft.Drafts`, (R * max_nodes,) each."""
 
     token_ids: IntArray
     parents: IntArray
     depth: IntArray
     estimates: FloatArray
-    raw: FloatArray  # given its parent was accepted, before calibration
     sources: IntArray
+    raw: FloatArray  # given its parent was accepted, before calibration
+    rows: IntArray  # of the calibration
+
+
+class _Frontier(NamedTuple):
+    """Nodes that one tree may take next: a heap of places in the other columns, largest estimate first."""
+
+    heap: IntArray
+    estimates: FloatArray
+    raw: FloatArray
+    token_ids: IntArray
+    parents: IntArray
+    sources: IntArray
+    rows: IntArray
+    sizes: IntArray  # (2,): of the heap, of the other columns
+
+
+class _Children(NamedTuple):
+    """Of one node, (WIDTH,) each: token ids, calibrated and raw estimates given the node, sources, rows."""
+
+    token_ids: IntArray
+    values: FloatArray
+    raw: FloatArray
+    sources: IntArray
+    rows: IntArray
+
+
+class _Place(NamedTuple):
+    """What decides which child is drawn, and how well that is known."""
+
+    key: np.uint64
+    position: int
+    bucket: int  # of the depth
+    noise_aware: bool
 
 
 def room_for(requests: int, max_nodes: int) -> Grown:
     """Empty columns."""
-    shape = (requests, max_nodes)
-    numbers = [np.zeros(shape, np.int64) for _ in range(4)]
-    return Grown(numbers[0], numbers[1], numbers[2], np.zeros(shape), np.zeros(shape), numbers[3])
+    nodes = requests * max_nodes
+    ids = [np.zeros(nodes, np.int64) for _ in range(5)]
+    return Grown(ids[0], ids[1], ids[2], np.zeros(nodes), ids[3], np.zeros(nodes), ids[4])
 
 
 @kernel()
-def _frozen_share(
-    frozen: Frozen, state_base: int, edge_base: int, state: int, token: int, probabilities: bool
-) -> tuple[float, float, float]:
-    """(share of `token` among what followed `state`, occurrences followed by anything, different successors)."""
-    begin = edge_base + frozen.first[state_base + state]
-    end = edge_base + frozen.first[state_base + state + 1]
-    found = find_frozen(frozen, state_base, edge_base, state, token)
-    total = float(frozen.counts[state_base + state])
-    if found < 0:
-        return 0.0, total, float(end - begin)
-    child = state_base + frozen.target[found]
-    if not probabilities:
-        return frozen.weight[child] / frozen.weight[state_base + state], total, float(end - begin)
-    # The token's probability where it was taken is known. Where another was, what that left over bounds it.
-    own = frozen.weight[child] / frozen.counts[child]
-    mass = float(frozen.weight[child])
-    for edge in range(begin, min(end, begin + BRANCHES)):
-        if edge != found:
-            other = state_base + frozen.target[edge]
-            left = 1.0 - frozen.weight[other] / frozen.counts[other]
-            mass += frozen.counts[other] * max(0.0, min(own, left))
-    return min(1.0, mass / total), total, float(end - begin)
+def _frontier(max_nodes: int) -> _Frontier:
+    entries = max_nodes * WIDTH
+    ids, halves = np.empty((5, entries), np.int64), np.empty((2, entries))
+    sizes = np.zeros(2, np.int64)
+    return _Frontier(ids[0], halves[0], halves[1], ids[1], ids[2], ids[3], ids[4], sizes)
 
 
 @kernel()
-def _frozen_estimate(
-    frozen: Frozen, state_base: int, edge_base: int, state: int, token: int, probabilities: bool
-) -> float:
-    """Probability that `token` follows the text matched by `state`, from up to LEVELS matches."""
-    shares, weights = np.zeros(LEVELS), np.zeros(LEVELS)
-    levels = 0
-    while levels < LEVELS and state > 0:
-        share, total, kinds = _frozen_share(frozen, state_base, edge_base, state, token, probabilities)
-        shares[levels], weights[levels] = share, total / (total + kinds)
-        state = frozen.link[state_base + state]
-        levels += 1
-    estimate = shares[levels - 1] if levels else 0.0
-    for level in range(levels - 1, -1, -1):
-        estimate = weights[level] * shares[level] + (1.0 - weights[level]) * estimate
-    return estimate
+def _no_children() -> _Children:
+    ids, halves = np.empty((3, WIDTH), np.int64), np.empty((2, WIDTH))
+    return _Children(ids[0], halves[0], halves[1], ids[1], ids[2])
 
 
-@kernel()
-def _live_estimate(pool: Pool, group: int, state: int, token: int) -> float:
-    """The same in a live automaton."""
-    shares, weights = np.zeros(LEVELS), np.zeros(LEVELS)
-    levels = 0
-    while levels < LEVELS and pool.link[state] >= 0:
-        total, kinds, own = 0.0, 0.0, 0.0
-        edge = pool.head[state]
-        while edge >= 0:
-            count = pool.counts[pool.target[edge]]
-            total += count
-            kinds += 1.0
-            if pool.token[edge] == token:
-                own = count
-            edge = pool.following[edge]
-        if total > 0.0:
-            shares[levels], weights[levels] = own / total, total / (total + kinds)
-            levels += 1
-        state = pool.link[state]
-    estimate = shares[levels - 1] if levels else 0.0
-    for level in range(levels - 1, -1, -1):
-        estimate = weights[level] * shares[level] + (1.0 - weights[level]) * estimate
-    return estimate
-
-
-@kernel()
-def _advance_live(pool: Pool, group: int, state: int, length: int, token: int) -> tuple[int, int]:
-    """`frozen.advance` in a live automaton that does not contain the text."""
-    while True:
-        edge = find_live(pool, group, state, token)
-        if edge >= 0:
-            return int(pool.target[edge]), length + 1
-        if pool.link[state] < 0:
-            return state, 0
-        state = int(pool.link[state])
-        length = int(pool.length[state])
-
-
-@kernel()
-def advance_prompts(
-    pool: Pool, prompt: IntArray, state: IntArray, length: IntArray, counts: IntArray, tokens: IntArray
-) -> None:
-    """Take each request r over its `counts[r]` new tokens in its prompt's automaton; states and lengths in place."""
-    at = 0
-    for r in range(prompt.size):
-        for token in tokens[at : at + counts[r]]:
-            state[r], length[r] = _advance_live(pool, prompt[r], state[r], length[r], token)
-        at += counts[r]
-
-
-@kernel()
-def _push(heap: IntArray, estimates: FloatArray, size: int, entry: int) -> None:
-    """Sift `entry` up a heap of entries, largest estimate first, ties to the earlier entry."""
-    at = size
+@kernel(inline=True)
+def _push(frontier: _Frontier, entry: int) -> None:
+    """Sift `entry` up the heap; ties go to the earlier entry."""
+    heap, estimates = frontier.heap, frontier.estimates
+    at = frontier.sizes[0]
     while at > 0:
         above = (at - 1) // 2
         other = heap[above]
@@ -174,11 +134,14 @@ def _push(heap: IntArray, estimates: FloatArray, size: int, entry: int) -> None:
         heap[at] = other
         at = above
     heap[at] = entry
+    frontier.sizes[0] += 1
 
 
-@kernel()
-def _pop(heap: IntArray, estimates: FloatArray, size: int) -> int:
-    """Take the first of `size` entries."""
+@kernel(inline=True)
+def _pop(frontier: _Frontier) -> int:
+    """Take the first of the heap."""
+    heap, estimates = frontier.heap, frontier.estimates
+    size = frontier.sizes[0]
     first, entry = heap[0], heap[size - 1]
     at = 0
     while True:
@@ -195,87 +158,129 @@ def _pop(heap: IntArray, estimates: FloatArray, size: int) -> int:
         heap[at] = other
         at = child
     heap[at] = entry
+    frontier.sizes[0] = size - 1
     return int(first)
 
 
-@kernel()
+@kernel(inline=True)
 def _offer(
-    candidates: tuple[IntArray, FloatArray, FloatArray, IntArray],
+    children: _Children,
     count: int,
     token: int,
     probability: float,
     source: int,
-    how: tuple[bool, np.uint64, int, FloatArray, int],
+    row: int,
+    place: _Place,
+    table: FloatArray,
 ) -> int:
     """Add a child, or raise the estimate of one that another source named; returns how many there are."""
-    noise_aware, key, position, table, bucket = how
     raw = probability
-    if noise_aware and 0.0 < probability < 1.0:
-        noise = noise_of(key, position, token)
+    if place.noise_aware and 0.0 < probability < 1.0:
+        noise = noise_of(place.key, place.position, token)
         raw = math.exp(-((1.0 - probability) / probability) * math.exp(-noise))
-    value = calibrated(table, raw, source, bucket)
-    tokens, values, raws, sources = candidates
-    place = count
-    for i in range(count):
-        if tokens[i] == token:
-            place = i
-            break
-    if place == count:
-        if count == tokens.size:
-            return count
-        tokens[count], values[count] = token, -1.0
+    value = calibrated(table, raw, row, place.bucket)
+    at = 0
+    while at < count and children.token_ids[at] != token:
+        at += 1
+    if at == count:
+        children.token_ids[at], children.values[at] = token, -1.0
         count += 1
-    if value > values[place]:
-        values[place], raws[place], sources[place] = value, raw, source
+    if value > children.values[at]:
+        children.values[at], children.raw[at] = value, raw
+        children.sources[at], children.rows[at] = source, row
     return count
 
 
-@kernel()
-def _children(
+@kernel(inline=True)
+def _history_children(
     frozen: Frozen,
-    pool: Pool,
-    matches: Matches,
-    r: int,
+    bases: tuple[int, int],
     at: IntArray,
     rules: Rules,
-    how: tuple[bool, np.uint64, int, FloatArray, int],
-    candidates: tuple[IntArray, FloatArray, FloatArray, IntArray],
+    place: _Place,
+    table: FloatArray,
+    found: Successors,
+    children: _Children,
+) -> tuple[int, float]:
+    """Children of a node where history is `at`: how many, and what they leave to other tokens; -1.0: no match."""
+    if bases[0] < 0 or at[0] == 0:
+        return 0, -1.0
+    count, left = frozen_successors(frozen, bases, at[0], rules.probabilities, found)
+    for i in range(count):
+        _offer(children, i, found.tokens[i], found.estimates[i], HISTORY, HISTORY, place, table)
+    return count, left if count else -1.0
+
+
+@kernel(inline=True)
+def _live_children(
+    pool: Pool,
+    groups: tuple[int, int],
+    at: IntArray,
+    beside: int,
+    place: _Place,
+    table: FloatArray,
+    found: Successors,
+    children: _Children,
+    count: int,
 ) -> int:
-    """The children of a node of request r whose places in the sources are `at` (5,); returns how many."""
-    count = 0
-    state_base, edge_base = matches.state_base[r], matches.edge_base[r]
-    if state_base >= 0 and at[1] > 0:
-        begin = edge_base + frozen.first[state_base + at[0]]
-        end = edge_base + frozen.first[state_base + at[0] + 1]
-        for edge in range(begin, min(end, begin + BRANCHES)):
-            token = int(frozen.token[edge])
-            p = _frozen_estimate(frozen, state_base, edge_base, at[0], token, rules.probabilities)
-            count = _offer(candidates, count, token, p, HISTORY, how)
+    """Add those of siblings and prompt to the `count` of history; how many there are then."""
     for source in (SIBLINGS, PROMPT):
-        group = matches.group[r] if source == SIBLINGS else matches.prompt[r]
+        group = groups[0] if source == SIBLINGS else groups[1]
         state = at[2] if source == SIBLINGS else at[3]
-        if group < 0 or pool.link[state] < 0 or (source == PROMPT and at[4] < 2):
+        if group < 0 or pool.link[state] < 0 or (source == PROMPT and at[4] < SHORTEST_PROMPT_MATCH):
             continue
-        edge, looked = int(pool.head[state]), 0
-        while edge >= 0 and looked < BRANCHES:
-            token = int(pool.token[edge])
-            p = _live_estimate(pool, group, state, token)
-            count = _offer(candidates, count, token, p, source, how)
-            edge, looked = int(pool.following[edge]), looked + 1
+        for i in range(live_successors(pool, state, found)):
+            token, p = found.tokens[i], found.estimates[i]
+            count = _offer(children, count, token, p, source, source + beside, place, table)
     return count
 
 
-@kernel()
-def _step(
-    frozen: Frozen, pool: Pool, matches: Matches, r: int, above: IntArray, token: int, at: IntArray
+@kernel(inline=True)
+def _locate(
+    pool: Pool, groups: tuple[int, int], grown: Grown, begin: int, node: int, at: IntArray, path: IntArray
 ) -> None:
-    """Where a node is in each source, `at` (5,), from where its parent is."""
-    if matches.state_base[r] >= 0:
-        at[0], at[1] = advance(frozen, matches.state_base[r], matches.edge_base[r], above[0], above[1], token)
-    if matches.group[r] >= 0:
-        at[2] = _advance_live(pool, matches.group[r], above[2], 0, token)[0]
-    if matches.prompt[r] >= 0:
-        at[3], at[4] = _advance_live(pool, matches.prompt[r], above[3], above[4], token)
+    """Find where `node` is in the live automata, and its ancestors whose place nobody needed to know so far."""
+    steps = 0
+    while node >= 0 and at[node, 2] == UNKNOWN:
+        path[steps] = node
+        node = grown.parents[begin + node]
+        steps += 1
+    for i in range(steps - 1, -1, -1):
+        above, here = at[node], at[path[i]]
+        token = grown.token_ids[begin + path[i]]
+        here[2] = -1
+        if groups[0] >= 0:
+            here[2] = advance_live(pool, groups[0], above[2], 0, token)[0]
+        if groups[1] >= 0:
+            here[3], here[4] = advance_live(pool, groups[1], above[3], above[4], token)
+        node = path[i]
+
+
+@kernel(inline=True)
+def _consider(
+    frontier: _Frontier, children: _Children, count: int, node: int, reach: float, floor: float
+) -> None:
+    """Put the children of `node`, which is accepted with probability `reach`, into the heap."""
+    for i in range(count):
+        value = reach * children.values[i]
+        if value >= floor:
+            entry = frontier.sizes[1]
+            frontier.estimates[entry], frontier.raw[entry] = value, children.raw[i]
+            frontier.token_ids[entry], frontier.parents[entry] = children.token_ids[i], node
+            frontier.sources[entry], frontier.rows[entry] = children.sources[i], children.rows[i]
+            _push(frontier, entry)
+            frontier.sizes[1] = entry + 1
+
+
+@kernel(inline=True)
+def _take(frontier: _Frontier, grown: Grown, begin: int, node: int) -> None:
+    """The best of the frontier becomes node number `node` of the tree whose nodes begin at `begin`."""
+    entry, to = _pop(frontier), begin + node
+    parent = frontier.parents[entry]
+    grown.token_ids[to], grown.parents[to] = frontier.token_ids[entry], parent
+    grown.depth[to] = 1 if parent < 0 else grown.depth[begin + parent] + 1
+    grown.estimates[to], grown.sources[to] = frontier.estimates[entry], frontier.sources[entry]
+    grown.raw[to], grown.rows[to] = frontier.raw[entry], frontier.rows[entry]
 
 
 @kernel()
@@ -288,56 +293,46 @@ def grow(
     room: IntArray,
     table: FloatArray,
     rules: Rules,
+    floor: float,
     grown: Grown,
 ) -> IntArray:
     """Trees of R requests, whose next token has `keys` and `positions` (R,) and which may be `room` (R,) deep.
 
-    `table` is `Calibration.table`. Fills `grown`; returns the number of nodes of each, (R,). Nodes come in order of
-    falling estimate, so any first part of a tree is the best tree of its size.
+    `table` is `Calibration.table`; no node's estimate is below `floor`. Fills `grown` from its start; returns the
+    number of nodes of each request, (R,). They come in order of falling estimate, so any first part of a tree is the
+    best tree of its size.
     """
-    requests, most = keys.size, rules.max_nodes
-    entries = most * 3 * BRANCHES
-    counts = np.zeros(requests, np.int64)
-    heap, at = np.empty(entries, np.int64), np.zeros((most + 1, 5), np.int64)
-    estimates, raws = np.empty(entries), np.empty(entries)
-    token_ids, parents, sources = (
-        np.empty(entries, np.int64),
-        np.empty(entries, np.int64),
-        np.empty(entries, np.int64),
-    )
-    width = 3 * BRANCHES
-    found = (np.empty(width, np.int64), np.empty(width), np.empty(width), np.empty(width, np.int64))
-    for r in range(requests):
-        size, used, nodes = 0, 0, 0
+    most, frontier, children = rules.max_nodes, _frontier(rules.max_nodes), _no_children()
+    found = room_for_successors()
+    at = np.zeros((most + 1, 5), np.int64)  # of each node; the last, number -1 too, is the tree's root
+    path, counts = np.empty(most, np.int64), np.zeros(keys.size, np.int64)
+    begin = 0
+    for r in range(keys.size):
+        bases, groups = (matches.state_base[r], matches.edge_base[r]), (matches.group[r], matches.prompt[r])
+        frontier.sizes[:] = 0
         at[most, 0], at[most, 1] = matches.state[r], matches.length[r]
-        at[most, 2] = match_live(pool, matches.last[r]) if matches.group[r] >= 0 else -1
+        at[most, 2] = match_live(pool, matches.last[r]) if groups[0] >= 0 else -1
         at[most, 3], at[most, 4] = matches.prompt_state[r], matches.prompt_length[r]
-        node, reach, depth = -1, 1.0, 0
+        node, depth, reach = -1, 0, 1.0
         while True:
-            if depth < room[r] and used + width <= entries:
-                bucket = depth_bucket(depth + 1)
-                how = (rules.noise_aware, keys[r], positions[r] + depth, table, bucket)
-                here = at[most] if node < 0 else at[node]
-                count = _children(frozen, pool, matches, r, here, rules, how, found)
-                for i in range(count):
-                    value = reach * found[1][i]
-                    if value >= rules.floor:
-                        estimates[used], raws[used] = value, found[2][i]
-                        token_ids[used], parents[used], sources[used] = found[0][i], node, found[3][i]
-                        _push(heap, estimates, size, used)
-                        used, size = used + 1, size + 1
-            if size == 0 or nodes == most:
+            if depth < room[r]:
+                place = _Place(keys[r], positions[r] + depth, depth_bucket(depth + 1), rules.noise_aware)
+                here = at[node]
+                count, left = _history_children(frozen, bases, here, rules, place, table, found, children)
+                if left < 0.0 or left * reach >= floor:  # what history leaves to others is worth asking for
+                    _locate(pool, groups, grown, begin, node, at, path)
+                    beside = BESIDE_HISTORY if count else 0
+                    count = _live_children(pool, groups, here, beside, place, table, found, children, count)
+                _consider(frontier, children, count, node, reach, floor)
+            if frontier.sizes[0] == 0 or node == most - 1:
                 break
-            entry = _pop(heap, estimates, size)
-            size -= 1
-            parent = parents[entry]
-            above = at[most] if parent < 0 else at[parent]
-            _step(frozen, pool, matches, r, above, token_ids[entry], at[nodes])
-            node, reach = nodes, estimates[entry]
-            depth = 1 if parent < 0 else grown.depth[r, parent] + 1
-            grown.token_ids[r, node], grown.parents[r, node] = token_ids[entry], parent
-            grown.depth[r, node], grown.estimates[r, node] = depth, reach
-            grown.raw[r, node], grown.sources[r, node] = raws[entry], sources[entry]
-            nodes += 1
-        counts[r] = nodes
+            node += 1
+            _take(frontier, grown, begin, node)
+            above, token = at[grown.parents[begin + node]], grown.token_ids[begin + node]
+            depth, reach = grown.depth[begin + node], grown.estimates[begin + node]
+            at[node, 2] = UNKNOWN
+            if bases[0] >= 0:
+                at[node, 0], at[node, 1] = advance(frozen, *bases, above[0], above[1], token)
+        counts[r] = node + 1
+        begin += node + 1
     return counts

@@ -16,8 +16,8 @@ class Drafter(Protocol):
     def begin(self, slot: int, request: Request) -> None:
         """The slot has a new request, perhaps one with tokens."""
 
-    def end(self, slot: int) -> None:
-        """The slot is free again."""
+    def end(self, slot: int, length: int | None) -> None:
+        """The slot is free again. Its response has ended by itself with `length` tokens; None: it was stopped."""
 
     def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
         """Trees for `slots` (R,), whose responses have `generated` (R,) tokens and can take `room` (R,) more before

@@ -19,11 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from stretto import model as policy
 from stretto import sampling, sampling_torch
 from stretto.draft import MAX_NODES, Drafts, no_drafts
-from stretto.engine import Drafter, attention
-from stretto.engine.packing import pack
+from stretto.engine import Drafter, attention, packing, verify
 from stretto.engine.slots import PromptRows, Slots, refuse_unfit, response_limit
 from stretto.engine.stop_strings import StopStrings
-from stretto.engine.verify import Walk
 from stretto.errors import StrettoError
 from stretto.records import (
     BoolArray,
@@ -40,10 +38,8 @@ from stretto.records import (
 from stretto.sampling import Sampled
 from stretto.weights import WeightsRef
 
-SMALL_MODEL = 10_000_000  # parameters, and
-SMALL_STEP = (
-    500_000_000  # parameters times tokens, below which a second thread does not speed torch's operations up
-)
+# Parameters, and parameters times tokens, below which a second thread does not speed torch's operations up.
+SMALL_MODEL, SMALL_STEP = 10_000_000, 500_000_000
 
 
 class EmbeddedEngine:
@@ -104,6 +100,9 @@ class EmbeddedEngine:
         if model.device.type == "cpu":
             sampling.compile_kernels()
             attention.compile_kernels(model.dtype)
+        if drafter is not None:
+            packing.compile_kernels()
+            verify.compile_kernels()
 
     @property
     def num_running(self) -> int:
@@ -226,13 +225,13 @@ class EmbeddedEngine:
         if admitted:
             self._running = np.concatenate([self._running, np.array(admitted, np.int64)])
 
-    def _release(self, slot: int) -> None:
-        """Take the slot from its request."""
+    def _release(self, slot: int, length: int | None = None) -> None:
+        """Take the slot from its request, whose response has ended with `length` tokens; None: it was stopped."""
         columns = self._columns
         del self._slot_of[int(columns.id[slot]), int(columns.attempt[slot])]
         self._stop_strings.pop(slot, None)
         if self._drafter is not None:
-            self._drafter.end(slot)
+            self._drafter.end(slot, length)
         self._prompts.release(int(columns.shared_row[slot]))
         self._running = self._running[self._running != slot]
         self._free.append(slot)
@@ -286,12 +285,12 @@ class EmbeddedEngine:
     def _forward(self, slots: IntArray, counts: IntArray, drafts: Drafts) -> torch.Tensor:
         """Last hidden states (T, hidden) of the next `counts` tokens of `slots`, each with its tree behind it."""
         began = self._clock()
-        packing, token_ids, position = pack(self._columns, slots, counts, drafts)
+        packed, token_ids, position = packing.pack(self._columns, slots, counts, drafts)
         device = self._model.device
         if self._model.training:  # a learner may have left the shared module so, with LoRA's dropout on
             self._model.eval()
         with torch.inference_mode(), self._threads(token_ids.size):
-            self._key_values.pack(packing)
+            self._key_values.pack(packed)
             hidden = policy.hidden_states(
                 self._model,
                 torch.from_numpy(token_ids).to(device),
@@ -342,7 +341,7 @@ class EmbeddedEngine:
             stopped[which] = self._stopped(chosen, token_ids)
             return np.asarray(stopped[which] | (columns.length[chosen] >= columns.limit[chosen]))
 
-        walk = Walk(drafts, np.arange(slots.size) + np.cumsum(drafts.counts) - drafts.counts)
+        walk = verify.Walk(drafts, np.arange(slots.size) + np.cumsum(drafts.counts) - drafts.counts)
         walk.go(draw, end)
         self._counters["sampling_seconds"] += self._clock() - began
         token_ids, logprobs, raw_logprobs = walk.columns()
@@ -365,7 +364,7 @@ class EmbeddedEngine:
             slot = int(slots[place])
             reason = FinishReason.STOP if stopped[place] else FinishReason.LENGTH
             events.append(Finished(self.worker, int(columns.id[slot]), int(columns.attempt[slot]), reason))
-            self._release(slot)
+            self._release(slot, int(columns.length[slot] - columns.prompt_length[slot]))
         return events
 
     def _stopped(self, slots: IntArray, token_ids: IntArray) -> BoolArray:
@@ -378,7 +377,7 @@ class EmbeddedEngine:
                     stopped[place] = self._stop_strings[slot].found_after(int(token_ids[place]))
         return np.asarray(stopped)
 
-    def _keep(self, slots: IntArray, walk: Walk, token_ids: IntArray) -> None:
+    def _keep(self, slots: IntArray, walk: verify.Walk, token_ids: IntArray) -> None:
         """Keep the accepted nodes' keys and values, in line; the drafter learns what was emitted."""
         columns = self._columns
         which, source, target = walk.moves()

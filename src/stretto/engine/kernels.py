@@ -196,6 +196,16 @@ def move(keys: FloatArray, values: FloatArray, row: IntArray, source: IntArray, 
                 values[row[m], h, target[m], d] = values[row[m], h, source[m], d]
 
 
+@kernel()
+def write(mixed: FloatArray, totals: FloatArray, out: FloatArray, token: int, head: int) -> None:
+    """Set `out` (T, H, D) of one token and head to `mixed` (D,) over the sum of `totals` (BLOCK,)."""
+    total = totals[0]
+    for j in range(1, BLOCK):
+        total += totals[j]
+    for d in range(mixed.size):
+        out[token, head, d] = mixed[d] / total
+
+
 @kernel(parallel=True)
 def attend(
     keys: FloatArray,
@@ -256,8 +266,4 @@ def attend(
                     gather_at(values, row[t], head, ours, own, nodes, mixed)
                 else:
                     gather(values, row[t], head, ours, own, mixed)
-                total = blockwise[0]
-                for j in range(1, BLOCK):
-                    total += blockwise[j]
-                for d in range(size):
-                    out[t, h, d] = mixed[d] / total
+                write(mixed, blockwise, out, t, h)

@@ -102,3 +102,9 @@ def tree_views(
                 node = parents[begin + node]
         begin += counts[r]
     return visible, first, ancestors
+
+
+def compile_kernels() -> None:
+    """Compile, or load from numba's cache, what packing drafts needs."""
+    one = np.ones(1, np.int64)
+    tree_views(one, -one, one, one)

@@ -105,3 +105,9 @@ class Walk:
         place = np.arange(self.path.size) - self._begins[owner]
         out = (self.path >= 0) & (self.path != place)
         return owner[out], self.path[out], place[out]
+
+
+def compile_kernels() -> None:
+    """Compile, or load from numba's cache, what a walk needs."""
+    one = np.ones(1, np.int64)
+    _children(one, (one, one, one), one - 1, -one, one)

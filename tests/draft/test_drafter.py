@@ -1,0 +1,372 @@
+"""The drafter knows what was said after the same text before, in every source, and forgets what has ended."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.draft import SOURCES, Drafts, Verified
+from stretto.draft.budget import Budget, Fixed, Goodput
+from stretto.draft.cost import CostModel
+from stretto.draft.drafter import DEPTHS, IDLE_GROUPS, START, HistoryDrafter
+from stretto.history.index import HistoryIndex
+from stretto.records import IntArray, Prompt, Request, Rollout, SamplingParams, prompt_uid
+from tests.draft.trees import parent_closed
+
+ROOT = Path(__file__).parents[2]
+PROMPT = (5, 6, 7, 8, 9)
+
+
+def drafter(
+    *, budget: Budget | None = None, sources: Collection[str] = SOURCES, slots: int = 4, max_nodes: int = 8
+) -> HistoryDrafter:
+    index = HistoryIndex(window=2, weight="probability")
+    return HistoryDrafter(index, budget or Fixed(64), slots=slots, sources=sources, max_nodes=max_nodes)
+
+
+def request(id: int, group: int = 0, prompt: Sequence[int] = PROMPT, tokens: Sequence[int] = ()) -> Request:
+    ids = np.array(prompt, np.int64), np.array(tokens, np.int64)
+    return Request(id, 0, group, *ids, 0, 1000 + id, SamplingParams(max_new_tokens=64))
+
+
+def rollout(tokens: Sequence[int], visit: int = 0, prompt: Sequence[int] = PROMPT) -> Rollout:
+    ids, size = np.array(prompt, np.int64), len(tokens)
+    logprobs = np.log(np.full(size, 0.9))
+    return Rollout(
+        0,
+        0,
+        Prompt(0, prompt_uid(ids), 0, ids, {}),
+        0,
+        visit,
+        0,
+        np.array(tokens, np.int64),
+        logprobs,
+        logprobs,
+        np.zeros(size, np.int64),
+        np.ones(size, np.bool_),
+    )
+
+
+def propose(
+    it: HistoryDrafter, slots: Sequence[int], known: Sequence[int], room: int = 8, most: int = 999
+) -> Drafts:
+    chosen = np.array(slots, np.int64)
+    return it.propose(chosen, np.array(known, np.int64), np.full(chosen.size, room), chosen.size, most)
+
+
+def verify(drafts: Drafts, futures: Sequence[Sequence[int]]) -> tuple[Verified, IntArray]:
+    """What an engine finds whose plain decoding would go on with `futures`."""
+    reached, accepted = np.zeros((2, drafts.token_ids.size), np.bool_)
+    emitted: list[int] = []
+    counts: list[int] = []
+    begin = 0
+    for count, future in zip(drafts.counts.tolist(), futures, strict=True):
+        here, depth = -1, 0
+        while depth < len(future):
+            below = [n for n in range(begin, begin + count) if drafts.parents[n] == here]
+            reached[below] = True
+            hits = [n for n in below if drafts.token_ids[n] == future[depth]]
+            assert len(hits) <= 1
+            depth += 1
+            if not hits:
+                break
+            accepted[hits] = True
+            here = hits[0] - begin
+        emitted += future[:depth]
+        counts.append(depth)
+        begin += count
+    return Verified(reached, accepted, np.array(counts, np.int64)), np.array(emitted, np.int64)
+
+
+def step(
+    it: HistoryDrafter, slots: Sequence[int], known: Sequence[int], futures: Sequence[Sequence[int]]
+) -> list[int]:
+    """One engine step; how many tokens each got."""
+    drafts = propose(it, slots, known)
+    verified, tokens = verify(drafts, futures)
+    it.observe(np.array(slots, np.int64), drafts, verified, tokens)
+    return [int(count) for count in verified.emitted]
+
+
+def write(it: HistoryDrafter, slot: int, tokens: Sequence[int], known: int = 0) -> None:
+    """The request in `slot` says `tokens`."""
+    while tokens:
+        (count,) = step(it, [slot], [known], [tokens])
+        tokens, known = tokens[count:], known + count
+
+
+def columns(drafts: Drafts) -> list[list[float]]:
+    return [getattr(drafts, name).tolist() for name in Drafts.__slots__]
+
+
+class TestSources:
+    def test_history_is_found_by_the_prompt(self) -> None:
+        it = drafter()
+        it.remember([rollout([1, 2, 3, 4])])
+        it.begin(0, request(0))
+        it.begin(1, request(1, group=1, prompt=(5, 6)))
+        drafts = propose(it, [0, 1], [0, 0])
+        assert drafts.counts.tolist() == [4, 0]
+        assert drafts.token_ids.tolist() == [1, 2, 3, 4]
+        assert {SOURCES[s] for s in drafts.sources} == {"history"}
+
+    def test_what_is_remembered_later_reaches_the_next_request(self) -> None:
+        it = drafter(sources=["history"])
+        it.begin(0, request(0))
+        it.remember([rollout([1, 2])])
+        it.begin(1, request(1))
+        assert propose(it, [0, 1], [0, 0]).counts.tolist() == [0, 2]
+
+    def test_siblings_in_flight_are_followed_and_other_groups_are_not(self) -> None:
+        it = drafter()
+        it.begin(0, request(0))
+        it.begin(1, request(1))
+        it.begin(2, request(2, group=1))
+        write(it, 0, [1, 2, 3])
+        drafts = propose(it, [1, 2], [0, 0])
+        assert drafts.counts.tolist() == [3, 0]
+        assert drafts.token_ids.tolist() == [1, 2, 3]
+        assert {SOURCES[s] for s in drafts.sources} == {"siblings"}
+
+    def test_the_prompt_is_quoted(self) -> None:
+        it = drafter()
+        it.begin(0, request(0))
+        write(it, 0, [3, 6, 7])
+        drafts = propose(it, [0], [3])
+        assert drafts.token_ids.tolist() == [8, 9]
+        assert {SOURCES[s] for s in drafts.sources} == {"prompt"}
+
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_a_source_that_is_off_says_nothing(self, source: str) -> None:
+        it = drafter(sources=[other for other in SOURCES if other != source])
+        it.remember([rollout([1, 2, 3, 6, 7, 8])])
+        for slot in range(2):
+            it.begin(slot, request(slot))
+            write(it, slot, [1, 4, 6, 7])
+        it.begin(2, request(2))
+        drafts = [propose(it, [0, 1, 2], [4, 4, 0]) for _ in range(2)]
+        assert drafts[0].token_ids.size
+        assert SOURCES.index(source) not in drafts[0].sources
+        assert it.metrics()[f"spec/drafted/{source}"] == 0
+
+
+class TestRequests:
+    TEXT = (1, 2, 3, 1, 2, 4, 6, 7)
+
+    def filled(self) -> HistoryDrafter:
+        it = drafter()
+        it.remember([rollout([1, 2, 3, 1, 2, 4, 6, 7, 8]), rollout([1, 2, 4, 4])])
+        return it
+
+    def test_a_resumed_one_is_where_it_was(self) -> None:
+        went_on, resumed = self.filled(), self.filled()
+        went_on.begin(0, request(0))
+        for place, token in enumerate(self.TEXT):
+            nothing = propose(went_on, [0], [place], room=0)
+            went_on.observe(np.zeros(1, np.int64), nothing, *verify(nothing, [[token]]))
+        resumed.begin(3, request(0, tokens=self.TEXT))
+        known = len(self.TEXT)
+        assert columns(propose(went_on, [0], [known])) == columns(propose(resumed, [3], [known]))
+        assert propose(resumed, [3], [known]).token_ids.size
+
+    def test_a_slot_used_again_knows_nothing_of_who_was_there(self) -> None:
+        used, fresh = self.filled(), self.filled()
+        used.begin(0, request(0, group=0, tokens=self.TEXT))
+        propose(used, [0], [len(self.TEXT)])
+        used.end(0, None)
+        for it in (used, fresh):
+            it.begin(0, request(7, group=1, tokens=(1, 2)))
+        assert columns(propose(used, [0], [2])) == columns(propose(fresh, [0], [2]))
+
+    def test_groups_that_ended_are_released(self) -> None:
+        it = drafter()
+        for group in range(3 * IDLE_GROUPS):
+            it.begin(0, request(group, group=group))
+            write(it, 0, [1, 2, 3])
+            it.end(0, 3)
+            kept = it._pool.metrics()
+            assert kept["groups"] <= 2 * IDLE_GROUPS  # the siblings' automaton and the prompt's
+            assert kept["tokens"] <= IDLE_GROUPS * (len(PROMPT) + 4)
+        assert it.index.metrics()["prompts"] == 0
+
+    def test_a_sibling_that_comes_late_finds_its_group(self) -> None:
+        it = drafter(sources=["siblings"])
+        it.begin(0, request(0))
+        write(it, 0, [1, 2, 3])
+        it.end(0, 3)
+        for group in range(1, IDLE_GROUPS):
+            it.begin(0, request(group, group=group))
+            it.end(0, 0)
+        it.begin(1, request(99))
+        assert propose(it, [1], [0]).token_ids.tolist() == [1, 2, 3]
+
+    def test_the_budget_hears_of_begins_and_natural_ends(self) -> None:
+        class Listens(Fixed):
+            heard: list[tuple[str, int, float | None]]
+
+            def begin(self, slot: int, predicted_length: float | None = None) -> None:
+                self.heard.append(("begin", slot, predicted_length))
+
+            def end(self, slot: int, length: int) -> None:
+                self.heard.append(("end", slot, length))
+
+        budget = Listens(4)
+        budget.heard = []
+        it = drafter(budget=budget)
+        it.begin(0, request(0))
+        it.end(0, None)
+        it.remember([rollout([1]), rollout([1, 2, 3])])
+        it.remember([rollout([1, 2, 3, 4], visit=1)])
+        it.remember([rollout([1, 2], visit=1), rollout([1] * 30, visit=0)])
+        it.begin(2, request(0))
+        it.end(2, 7)
+        assert budget.heard == [("begin", 0, None), ("begin", 2, 3.0), ("end", 2, 7)]
+
+
+class TestProposals:
+    @settings(deadline=None, max_examples=40)
+    @given(st.integers(0, 30), st.integers(1, 12), st.integers(0, 5), st.integers(0, 10**6))
+    def test_are_the_best_within_what_the_step_takes(
+        self, most: int, nodes: int, room: int, seed: int
+    ) -> None:
+        draw = random.Random(seed)
+        it = drafter(budget=Fixed(nodes), max_nodes=10)
+        it.remember([rollout([draw.randrange(4) for _ in range(12)]) for _ in range(3)])
+        for slot in range(4):
+            it.begin(slot, request(slot, tokens=[draw.randrange(4)] * (slot % 2)))
+        known = [0, 1, 0, 1]
+        drafts = propose(it, range(4), known, room, most)
+        everything = propose(it, range(4), known, room)
+        assert drafts.token_ids.size == min(most, everything.token_ids.size)
+        assert drafts.counts.max(initial=0) <= nodes
+        assert drafts.depth.max(initial=0) <= room
+        assert parent_closed(drafts, np.ones(drafts.token_ids.size, np.bool_))
+        best = np.sort(everything.estimates)[::-1][: drafts.token_ids.size]
+        assert np.sort(drafts.estimates)[::-1].tolist() == best.tolist()
+
+    def test_noise_is_that_of_the_request(self) -> None:
+        """Two tokens are as probable; which comes first is decided by each request's own key."""
+        it = drafter(slots=32, sources=["history"])
+        it.remember([rollout([token]) for token in (1, 2) for _ in range(4)])
+        for slot in range(32):
+            it.begin(slot, request(slot))
+        drafts = propose(it, range(32), [0] * 32)
+        first = drafts.token_ids[np.cumsum(drafts.counts) - drafts.counts]
+        assert set(first.tolist()) == {1, 2}
+
+    def test_a_steps_price_keeps_hopeless_nodes_from_being_grown(self) -> None:
+        cost = CostModel()
+        cost.fit([(1, 1.0), (101, 51.0)])  # half as much as a step
+        it = drafter(budget=Goodput(cost), sources=["history"])
+        it.remember([rollout([1, 2, 3, 4, 5]) for _ in range(30)] + [rollout([t]) for t in range(9, 14)])
+        it.begin(0, request(0))
+        first = propose(it, [0], [0])
+        proposed = it.metrics()["spec/proposed"]
+        again = propose(it, [0], [0])
+        assert columns(again) == columns(first)
+        assert first.token_ids.size <= it.metrics()["spec/proposed"] < proposed
+
+    def test_what_was_learnt_is_state(self) -> None:
+        it, other = drafter(), drafter()
+        for one in (it, other):
+            one.remember([rollout([1, 2, 3, 1, 2, 4]), rollout([2, 2, 3])])
+        for id in range(20):
+            it.begin(0, request(id, group=id))
+            write(it, 0, [1, 2, 2, 2, 3, 1])
+            it.end(0, 6)
+        state = json.loads(json.dumps(it.state_dict()))
+        for one in (it, other):
+            one.begin(0, request(50, group=50))
+        untaught = columns(propose(other, [0], [0]))
+        other.load_state_dict(state)
+        assert other.state_dict() == it.state_dict()
+        assert columns(propose(other, [0], [0])) == columns(propose(it, [0], [0])) != untaught
+
+
+def test_metrics_count_what_each_source_said() -> None:
+    it = drafter()
+    it.remember([rollout([1, 2, 3, 4])])
+    it.begin(0, request(0))
+    drafts = propose(it, [0], [0])
+    it.observe(np.zeros(1, np.int64), drafts, *verify(drafts, [[1, 2, 5, 5]]))
+    found = it.metrics()
+    assert found["spec/proposed"] == found["spec/drafted/history"] == 4
+    assert found["spec/accepted/history"] == 2
+    assert [found[f"spec/acceptance/{depth}"] for depth in (1, 2, 3)] == [1.0, 1.0, 0.0]
+    assert np.isnan([found[f"spec/acceptance/{depth}"] for depth in range(4, DEPTHS + 1)]).all()
+    assert found["spec/index/tokens"] == 5  # the beginning is one
+    assert it.metrics()["spec/proposed"] == 0
+
+
+def play(seed: int, steps: int = 60) -> None:
+    """Requests come, go on, are stopped, resumed and end, in every order; what is proposed are trees of tokens."""
+    draw, slots = random.Random(seed), 3
+    it = drafter(slots=slots, max_nodes=6)
+    waiting = [(id, id // 2, [draw.randrange(1, 5) for _ in range(draw.randrange(1, 9))]) for id in range(12)]
+    known: dict[int, int] = {}
+    running: dict[int, tuple[int, int, list[int]]] = {}  # slot -> id, group, response
+    for visit in range(steps):
+        free = [slot for slot in range(slots) if slot not in running]
+        if waiting and free:
+            id, group, text = running[free[0]] = waiting.pop(draw.randrange(len(waiting)))
+            it.begin(free[0], request(id, group, tokens=text[: known.setdefault(id, 0)]))
+        chosen = sorted(running)
+        if not chosen:
+            break
+        so_far = [known[running[slot][0]] for slot in chosen]
+        futures = [running[slot][2][done:] for slot, done in zip(chosen, so_far, strict=True)]
+        drafts = propose(it, chosen, so_far, room=4, most=draw.randrange(12))
+        assert START not in drafts.token_ids
+        assert parent_closed(drafts, np.ones(drafts.token_ids.size, np.bool_))
+        verified, tokens = verify(drafts, futures)
+        it.observe(np.array(chosen, np.int64), drafts, verified, tokens)
+        for slot, emitted in zip(chosen, verified.emitted.tolist(), strict=True):
+            id, group, text = running[slot]
+            known[id] += emitted
+            if known[id] == len(text):
+                it.end(slot, len(text))
+                it.remember([rollout(text, visit // 20)])
+                del running[slot]
+            elif draw.random() < 0.2:
+                it.end(slot, None)
+                waiting.append(running.pop(slot))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_order_of_begins_stops_and_ends(seed: int) -> None:
+    play(seed)
+
+
+SCRIPT = """
+from numba.core import event
+from tests.draft.test_drafter import drafter, play
+
+compiled = []
+
+class Listener(event.Listener):
+    def on_start(self, event):
+        compiled.append(event.data["dispatcher"].py_func.__name__)
+    def on_end(self, event):
+        pass
+
+drafter()
+with event.install_listener("numba:compile", Listener()):
+    play(0)
+print(compiled)
+"""
+
+
+def test_nothing_is_compiled_after_the_constructor() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

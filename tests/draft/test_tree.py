@@ -1,0 +1,404 @@
+"""Trees are what a slow reading of the texts says: the same estimates, the best nodes, in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.draft.calibration import BESIDE_HISTORY, Calibration
+from stretto.draft.estimates import BRANCHES, LEVELS, advance_prompts
+from stretto.draft.tree import HISTORY, PROMPT, SIBLINGS, Grown, Matches, Rules, grow, room_for
+from stretto.history.automaton import LivePool
+from stretto.history.frozen import Arena, advance_all, freeze
+from stretto.sampling import gumbel
+
+Text = tuple[int, ...]
+START = 99
+KEY, POSITION = 12345, 7
+
+
+class Sources(NamedTuple):
+    """What a request may look into; texts begin with START, the prompt does not."""
+
+    history: Sequence[Text] = ()
+    probabilities: Sequence[Sequence[float]] | None = None  # of the history's tokens
+    siblings: Sequence[Text] = ()  # texts besides the request's own
+    prompt: Text = ()
+
+
+class Node(NamedTuple):
+    path: Text
+    estimate: float
+    raw: float
+    source: int
+    row: int
+
+
+def noise_of(depth: int, token: int) -> float:
+    """Of a token `depth` below the request's newest one."""
+    return float(gumbel(np.array([KEY], np.uint64), np.array([POSITION + depth]), np.array([token]))[0])
+
+
+# ---- reading the texts slowly ---------------------------------------------------------------------------
+
+
+def places(texts: Sequence[Text], string: Text) -> list[tuple[int, int]]:
+    """(text, place after it) of every occurrence of `string`."""
+    size = len(string)
+    return [
+        (t, end)
+        for t, text in enumerate(texts)
+        for end in range(size, len(text) + 1)
+        if text[end - size : end] == string
+    ]
+
+
+def levels(texts: Sequence[Text], context: Text, followed: bool) -> list[Text]:
+    """The longest suffix of `context` in the texts, with a token after it if `followed`; then its suffixes that occur
+    in more places, LEVELS in all, the empty one left out.
+    """
+    found: list[Text] = []
+    seen = -1
+    for begin in range(len(context)):
+        string = context[begin:]
+        occurrences = places(texts, string)
+        if followed and not found and not any(end < len(texts[t]) for t, end in occurrences):
+            continue
+        if len(occurrences) > max(seen, 0):
+            found.append(string)
+            seen = len(occurrences)
+    return found[:LEVELS]
+
+
+def successors(texts: Sequence[Text], string: Text) -> dict[int, list[tuple[int, int]]]:
+    """Where `string` is followed by each token: (text, place of the token)."""
+    after: dict[int, list[tuple[int, int]]] = {}
+    for t, end in places(texts, string):
+        if end < len(texts[t]):
+            after.setdefault(texts[t][end], []).append((t, end))
+    return after
+
+
+def share(
+    texts: Sequence[Text], values: Sequence[Sequence[float]] | None, string: Text, token: int, ends: bool
+) -> float:
+    """Of `token` after `string`. `ends`: an occurrence at the end of a text counts as one."""
+    after = successors(texts, string)
+    total = len(places(texts, string)) if ends else sum(map(len, after.values()))
+    if values is None:
+        return len(after.get(token, ())) / total
+    means = {v: sum(values[t][at] for t, at in where) / len(where) for v, where in after.items()}
+    mass = means[token] * len(after[token])
+    mass += sum(len(after[v]) * max(0.0, min(means[token], 1.0 - means[v])) for v in after if v != token)
+    return min(1.0, mass / total)
+
+
+def estimates(
+    texts: Sequence[Text],
+    values: Sequence[Sequence[float]] | None,
+    context: Text,
+    live: bool,
+    followed: bool = False,
+) -> dict[int, float]:
+    """The probability of each token that followed the longest match of `context`."""
+    strings = levels(texts, context, followed)
+    if not strings:
+        return {}
+    found: dict[int, float] = {}
+    for token in successors(texts, strings[0]):
+        estimate = share(texts, values, strings[-1], token, not live)
+        for string in reversed(strings):
+            after = successors(texts, string)
+            total = sum(map(len, after.values())) if live else len(places(texts, string))
+            weight = total / (total + len(after))
+            estimate = weight * share(texts, values, string, token, not live) + (1.0 - weight) * estimate
+        found[token] = estimate
+    return found
+
+
+def left_over(sources: Sources, context: Text) -> float:
+    """What history leaves to tokens that it does not have after `context`."""
+    string = levels(sources.history, context, False)[0]
+    after = successors(sources.history, string)
+    if sources.probabilities is None:
+        total = len(places(sources.history, string))
+        return 1.0 - total / (total + len(after))
+    means = [sum(sources.probabilities[t][at] for t, at in where) / len(where) for where in after.values()]
+    return max(0.0, 1.0 - sum(means))
+
+
+def children(
+    sources: Sources, own: Text, below: Text, calibration: Calibration, noise_aware: bool, needed: float
+) -> list[Node]:
+    """Of the node with path `below`, by token; estimates given the node."""
+    context = own + below
+    offers: list[tuple[int, float, int, int]] = []
+    known = estimates(sources.history, sources.probabilities, context, False)
+    offers += [(token, p, HISTORY, HISTORY) for token, p in known.items()]
+    if not known or left_over(sources, context) >= needed:
+        beside = BESIDE_HISTORY if known else 0
+        if sources.siblings:
+            texts = (*sources.siblings, own)
+            found = estimates(texts, None, context, True, followed=not below)  # its own end says nothing
+            offers += [(v, p, SIBLINGS, SIBLINGS + beside) for v, p in found.items()]
+        if max(map(len, levels((sources.prompt,), context, False)), default=0) >= 2:
+            found = estimates((sources.prompt,), None, context, True)
+            offers += [(v, p, PROMPT, PROMPT + beside) for v, p in found.items()]
+    best: dict[int, Node] = {}
+    for token, p, source, row in offers:
+        raw = p
+        if noise_aware and 0.0 < p < 1.0:
+            noise = noise_of(len(below), token)
+            raw = math.exp(-((1.0 - p) / p) * math.exp(-noise))
+        value = calibration.calibrate(np.array([raw]), np.array([row]), np.array([len(below) + 1]))[0]
+        if token not in best or value > best[token].estimate:
+            best[token] = Node((*below, token), float(value), raw, source, row)
+    return list(best.values())
+
+
+def full_tree(
+    sources: Sources,
+    own: Text,
+    depth: int,
+    calibration: Calibration,
+    noise_aware: bool = False,
+    floor: float = 0.0,
+) -> list[Node]:
+    """All nodes down to `depth` with at least `floor`, their estimates multiplied along their paths."""
+    found, level = [], [Node((), 1.0, 1.0, -1, -1)]
+    for _ in range(depth):
+        level = [
+            child._replace(estimate=parent.estimate * child.estimate)
+            for parent in level
+            for child in children(
+                sources, own, parent.path, calibration, noise_aware, floor / parent.estimate
+            )
+        ]
+        level = [node for node in level if node.estimate >= floor]
+        found += level
+    return found
+
+
+# ---- growing ------------------------------------------------------------------------------------------------
+
+
+def grown_tree(
+    sources: Sources,
+    own: Text,
+    *,
+    room: int = 3,
+    max_nodes: int = 400,
+    noise_aware: bool = False,
+    floor: float = 0.0,
+    calibration: Calibration | None = None,
+) -> list[Node]:
+    """What `grow` makes of the same; parents are checked to come before their children."""
+    arena, zero = Arena(weighted=sources.probabilities is not None), np.zeros(1, np.int64)
+    handle = -1
+    if sources.history:
+        tokens = np.array([v for text in sources.history for v in text], np.int32)
+        offsets = np.cumsum([0, *map(len, sources.history)])
+        values = (
+            None if sources.probabilities is None else np.concatenate([*map(np.array, sources.probabilities)])
+        )
+        handle = arena.add(freeze(tokens, offsets, values))
+    bases = arena.bases(np.array([handle]))
+    state, length = zero.copy(), zero.copy()
+    text = np.array(own, np.int64)
+    advance_all(arena.arrays, bases, state, length, zero + len(own), text)
+    pool = LivePool()
+    group, last = -1, zero.copy()
+    if sources.siblings:
+        group = pool.open()
+        for sibling in sources.siblings:
+            last[0] = pool.root(group)
+            pool.extend(zero + group, last, zero + len(sibling), np.array(sibling, np.int64))
+        last[0] = pool.root(group)
+        pool.extend(zero + group, last, zero + len(own), text)
+    prompt, where, matched = -1, zero.copy(), zero.copy()
+    if sources.prompt:
+        prompt = pool.open()
+        where[0] = pool.root(prompt)
+        end = where.copy()
+        pool.extend(zero + prompt, end, zero + len(sources.prompt), np.array(sources.prompt, np.int64))
+        advance_prompts(pool.arrays, zero + prompt, where, matched, zero + len(own), text)
+    matches = Matches(*bases, state, length, zero + group, last, zero + prompt, where, matched)
+    grown = room_for(1, max_nodes)
+    counts = grow(
+        arena.arrays,
+        pool.arrays,
+        matches,
+        np.array([KEY], np.uint64),
+        zero + POSITION,
+        zero + room,
+        (calibration or Calibration()).table,
+        Rules(max_nodes, noise_aware, sources.probabilities is not None),
+        floor,
+        grown,
+    )
+    return nodes_of(grown, int(counts[0]))
+
+
+def nodes_of(grown: Grown, count: int) -> list[Node]:
+    found: list[Node] = []
+    for i in range(count):
+        parent = int(grown.parents[i])
+        assert -1 <= parent < i
+        path = (*(found[parent].path if parent >= 0 else ()), int(grown.token_ids[i]))
+        assert grown.depth[i] == len(path)
+        found.append(
+            Node(
+                path,
+                float(grown.estimates[i]),
+                float(grown.raw[i]),
+                int(grown.sources[i]),
+                int(grown.rows[i]),
+            )
+        )
+    return found
+
+
+def by_path(nodes: list[Node]) -> dict[Text, Node]:
+    found = {node.path: node for node in nodes}
+    assert len(found) == len(nodes)  # no two equal siblings
+    return found
+
+
+def assert_alike(nodes: list[Node], expected: list[Node]) -> None:
+    ours, theirs = by_path(nodes), by_path(expected)
+    assert ours.keys() == theirs.keys()
+    for path, node in ours.items():
+        assert node.estimate == pytest.approx(theirs[path].estimate, rel=1e-5, abs=1e-12), path
+        assert node.raw == pytest.approx(theirs[path].raw, rel=1e-5, abs=1e-12), path
+
+
+TOKENS = st.integers(0, 3)
+BODY = st.lists(TOKENS, max_size=8).map(tuple)
+TEXT = BODY.map(lambda body: (START, *body))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> Sources:
+    texts = draw(st.lists(TEXT, min_size=1, max_size=4))
+    if draw(st.booleans()):
+        return Sources(texts)
+    return Sources(texts, [[draw(st.sampled_from([0.25, 0.5, 1.0])) for _ in text] for text in texts])
+
+
+EVERYTHING = st.builds(
+    lambda history, siblings, prompt: history._replace(siblings=siblings, prompt=prompt),
+    histories() | st.just(Sources()),
+    st.lists(TEXT, max_size=3),
+    BODY,
+)
+
+
+def learnt(seed: int) -> Calibration:
+    """A calibration that has seen something, different in each row and depth."""
+    random, calibration = np.random.default_rng(seed), Calibration()
+    raw, rows, depth = random.random(3000), random.integers(0, 5, 3000), random.integers(1, 12, 3000)
+    accepted = random.random(3000) < raw ** (1.0 + rows)
+    calibration.learn(raw, rows, depth, np.ones(3000, np.bool_), accepted)
+    return calibration
+
+
+class TestEstimates:
+    @settings(max_examples=150, deadline=None)
+    @given(histories(), TEXT)
+    def test_of_history(self, sources: Sources, own: Text) -> None:
+        assert_alike(grown_tree(sources, own), full_tree(sources, own, 3, Calibration()))
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(TEXT, min_size=1, max_size=4), TEXT)
+    def test_of_siblings_the_request_itself_among_them(self, siblings: list[Text], own: Text) -> None:
+        sources = Sources(siblings=siblings)
+        assert_alike(grown_tree(sources, own), full_tree(sources, own, 3, Calibration()))
+
+    @settings(max_examples=100, deadline=None)
+    @given(BODY, TEXT)
+    def test_of_the_prompt(self, prompt: Text, own: Text) -> None:
+        sources = Sources(prompt=prompt)
+        assert_alike(grown_tree(sources, own), full_tree(sources, own, 3, Calibration()))
+
+    @settings(max_examples=150, deadline=None)
+    @given(EVERYTHING, TEXT, st.booleans())
+    def test_the_best_of_all_sources(self, sources: Sources, own: Text, noise_aware: bool) -> None:
+        calibration = learnt(0)
+        ours = grown_tree(sources, own, noise_aware=noise_aware, calibration=calibration)
+        assert_alike(ours, full_tree(sources, own, 3, calibration, noise_aware))
+
+    def test_only_the_most_frequent_successors_are_looked_at(self) -> None:
+        often = [token for token in range(BRANCHES + 4) for _ in range(20 - token)]
+        texts = [(START, token) for token in often]
+        for sources in (Sources(texts), Sources(siblings=texts)):
+            found = grown_tree(sources, (START,), room=1)
+            assert sorted(node.path[0] for node in found) == list(range(BRANCHES))
+
+
+class TestTrees:
+    @settings(max_examples=100, deadline=None)
+    @given(
+        EVERYTHING,
+        TEXT,
+        st.integers(0, 4),
+        st.integers(1, 12),
+        st.sampled_from([0.0, 0.05, 0.3]),
+        st.booleans(),
+    )
+    def test_the_best_nodes_of_the_full_tree_in_order(
+        self, sources: Sources, own: Text, room: int, most: int, floor: float, noise_aware: bool
+    ) -> None:
+        calibration = learnt(1)
+        ours = grown_tree(
+            sources,
+            own,
+            room=room,
+            max_nodes=most,
+            noise_aware=noise_aware,
+            floor=floor,
+            calibration=calibration,
+        )
+        full = by_path(full_tree(sources, own, room, calibration, noise_aware, floor))
+        values = [node.estimate for node in ours]
+        assert values == sorted(values, reverse=True)
+        assert all(value >= floor for value in values)
+        assert all(len(node.path) <= room for node in ours)
+        assert len(ours) == min(most, len(full))
+        best = sorted((node.estimate for node in full.values()), reverse=True)
+        assert values == pytest.approx(best[: len(ours)], rel=1e-5, abs=1e-12)
+        for path, node in by_path(ours).items():
+            assert node.estimate == pytest.approx(full[path].estimate, rel=1e-5, abs=1e-12)
+
+    def test_no_floor_can_be_reached(self) -> None:
+        sources = Sources([(START, 1, 2), (START, 1, 3)])
+        assert grown_tree(sources, (START,))
+        assert grown_tree(sources, (START,), floor=math.inf) == []
+
+    def test_noise_decides_between_equals(self) -> None:
+        """Half of what may come is one token, half another: by noise one of them is nearly sure."""
+        sources = Sources([(START, 1)] * 8 + [(START, 2)] * 8)
+        plain, aware = (grown_tree(sources, (START,), room=1, noise_aware=aware) for aware in (False, True))
+        assert plain[0].raw == plain[1].raw
+        noise = [noise_of(0, 1), noise_of(0, 2)]
+        p = plain[0].raw
+        for node in aware:
+            expected = math.exp(-((1.0 - p) / p) * math.exp(-noise[node.path[0] - 1]))
+            assert node.raw == pytest.approx(expected, rel=1e-12)
+        assert aware[0].path[0] == 1 + int(np.argmax(noise))
+
+    def test_the_mean_over_the_noise_is_the_probability(self) -> None:
+        """By 20,000 keys; the standard error is below 0.0036, so that 5 of them miss once in 10^6 runs."""
+        p = 0.3
+        noise = gumbel(np.arange(20_000, dtype=np.uint64), np.zeros(1, np.int64), np.full(1, 5))
+        assert np.exp(-((1.0 - p) / p) * np.exp(-noise)).mean() == pytest.approx(p, abs=5 * 0.0036)
+
+    def test_what_follows_the_beginning_is_known_without_tokens(self) -> None:
+        (node,) = grown_tree(Sources([(START, 3)]), (START,))
+        assert (node.path, node.source) == ((3,), HISTORY)
+        assert grown_tree(Sources([(START, 3)]), (START, 3)) == []
