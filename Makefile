@@ -7,6 +7,8 @@
 #   make smollm2    fetch SmolLM2-135M-Instruct for examples/gsm8k_smollm2.toml
 #   make bench-engine   the embedded engine against transformers
 #   make bench-bookkeeping   what a run costs besides the model
+#   make bench-rollout  a run with drafts against the same run without, visit by visit
+#   make bench-inflight   the same for a second visit, by responses in flight
 #   make bench-draft    drafting replayed on recorded rollouts
 #   make study-kill     kill runs everywhere and compare, some 40 minutes; goes on where it stopped
 #   make study-flips    count float32 flips over a million tokens, some 15 minutes; goes on where it stopped
@@ -27,7 +29,7 @@ ifneq ($(shell $(PY) -c 'print(1)' 2>/dev/null),1)
 .PHONY: $(VENV)/.core $(VENV)/.dev
 endif
 
-.PHONY: help demo test check format docs smollm2 bench-engine bench-bookkeeping bench-draft study-kill study-flips clean
+.PHONY: help demo test check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,7 +62,7 @@ docs: $(VENV)/.core
 smollm2: $(VENV)/.core
 	$(PY) scripts/smollm2.py
 
-bench-engine bench-bookkeeping bench-draft: $(VENV)/.core
+bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight: $(VENV)/.core
 	$(VENV)/bin/stretto bench $(@:bench-%=%) $(ARGS)
 
 study-kill study-flips: $(VENV)/.dev

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging as transformers_logging
 
 from stretto.config import Config
+from stretto.draft import Drafts, Verified
 from stretto.draft.budget import make_budget
 from stretto.draft.cost import CostModel
 from stretto.draft.drafter import HistoryDrafter
@@ -21,9 +22,12 @@ from stretto.engine.embedded import EmbeddedEngine
 from stretto.errors import StrettoError
 from stretto.history.index import HistoryIndex
 from stretto.model import load_model_config, load_tokenizer
-from stretto.records import Prompt, Request, SamplingParams
+from stretto.records import IntArray, Prompt, Request, SamplingParams
 from stretto.tasks.prompts import tokenize_rows
 from stretto.tasks.sources import Data, load_data
+
+PER_NODE = 1.5e-6
+"""Seconds that growing and following a drafted node takes, measured on two x86-64 cores."""
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class Inputs:
     train: list[Prompt]
     test: list[Prompt]
     max_model_len: int
+    vocabulary: int  # token ids of the model
     warnings: list[str]
 
 
@@ -75,7 +80,7 @@ def read_inputs(config: Config, source: Any = None) -> Inputs:
             f"the longest prompt and sampling.max_new_tokens = {config.sampling.max_new_tokens} make {needed} tokens, "
             f"but the context has {limit}: responses to long prompts end there"
         )
-    return Inputs(tokenizer, data, train, test, min(needed, limit), warnings)
+    return Inputs(tokenizer, data, train, test, min(needed, limit), int(model_config.vocab_size), warnings)
 
 
 def _check_vocabulary(
@@ -148,24 +153,35 @@ def make_engine(
     )
 
 
-def measure_steps(model: PreTrainedModel, max_model_len: int, clock: Callable[[], float]) -> list[float]:
-    """Milliseconds of a decoding step of 1, 2, 4, ... 256 requests, as `draft.step_ms` has them."""
-    warm_up, steps = 3, 4  # the first steps compute the prompt, which all share
-    context = max(1, min(64, max_model_len - warm_up - steps - 1))
-    counts = [2**i for i in range(9)]
+def measure_steps(
+    config: Config, model: PreTrainedModel, max_model_len: int, clock: Callable[[], float]
+) -> list[float] | None:
+    """Milliseconds of a decoding step of 1, 2, 4 ... tokens, as `draft.step_ms` has them; None if responses are too
+    short to measure.
+
+    Up to the engine's slots every token is another request's, as without drafts; beyond, each brings a path of nodes.
+    """
+    warm_up, steps, longest = 3, 4, 16  # the first steps compute the prompt, which all share
+    context = min(64, max_model_len - warm_up - steps - longest)
+    if context < 1:
+        return None
+    slots = 1 << (min(64, config.engine.max_num_seqs).bit_length() - 1)
+    counts = [2**i for i in range(9) if 2**i <= slots * longest]
 
     def step(count: int) -> float:
+        requests = min(count, slots)
         engine = EmbeddedEngine(
             model,
             None,
             worker=0,
-            max_num_seqs=count,
+            max_num_seqs=slots,
             max_model_len=max_model_len,
             max_num_batched_tokens=count + context,
+            drafter=_Path(count // requests - 1),
         )
-        how, nothing = SamplingParams(max_new_tokens=warm_up + steps), np.zeros(0, np.int64)
+        how, nothing = SamplingParams(max_new_tokens=warm_up + steps * longest), np.zeros(0, np.int64)
         prompt = np.zeros(context, np.int64)
-        engine.submit([Request(i, 0, 0, prompt, nothing, 0, i, how) for i in range(count)])
+        engine.submit([Request(i, 0, 0, prompt, nothing, 0, i, how) for i in range(requests)])
         for _ in range(warm_up):
             engine.step()
         began = clock()
@@ -174,21 +190,48 @@ def measure_steps(model: PreTrainedModel, max_model_len: int, clock: Callable[[]
         return (clock() - began) / steps
 
     rounds = [[step(count) for count in counts] for _ in range(3)]
-    return [round(1e3 * median(column), 4) for column in zip(*rounds, strict=True)]
+    found = [round(1e3 * median(column), 4) for column in zip(*rounds, strict=True)]
+    return found if 0.0 < found[0] < found[-1] else None
+
+
+class _Path:
+    """A drafter whose guesses are paths of `nodes` nodes, always wrong."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+
+    def begin(self, slot: int, request: Request) -> None: ...
+
+    def end(self, slot: int, length: int | None) -> None: ...
+
+    def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
+        each = np.minimum(self.nodes, np.minimum(room, most // slots.size))
+        depth = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+        nothing = np.zeros(depth.size)
+        return Drafts(each, nothing.astype(np.int64), depth - 1, depth + 1, nothing, nothing.astype(np.int8))
+
+    def observe(self, slots: IntArray, drafts: Drafts, verified: Verified, token_ids: IntArray) -> None: ...
 
 
 def drafts(config: Config) -> bool:
     """Whether anything is drafted."""
-    return config.draft.kind != "none" and config.draft.budget != "none"
+    return config.draft.budget != "none"
+
+
+def needs_step_ms(config: Config) -> bool:
+    """Whether the budget weighs costs that have not been measured."""
+    return config.draft.budget in ("goodput", "marginal") and config.draft.step_ms is None
 
 
 def make_drafter(config: Config, clock: Callable[[], float]) -> HistoryDrafter | None:
-    """The drafter that the configuration names, if any; its `draft.step_ms` must be set."""
+    """The drafter that the configuration names, if any; `draft.step_ms` must be set where its budget weighs costs."""
     draft, history = config.draft, config.history
     if not drafts(config):
         return None
-    cost = CostModel()
-    cost.fit([(2**i, ms / 1e3) for i, ms in enumerate(draft.step_ms or ())])
+    cost = None
+    if draft.step_ms is not None:
+        cost = CostModel(PER_NODE)
+        cost.fit([(2**i, ms / 1e3) for i, ms in enumerate(draft.step_ms)])
     index = HistoryIndex(
         window=history.window, weight=history.weight, max_bytes=int(history.max_gib * 2**30), clock=clock
     )

@@ -92,9 +92,16 @@ def _torch() -> Check:
 
 
 def _kernels() -> Check:
+    import torch
+
     from stretto import sampling
+    from stretto.draft import drafter
+    from stretto.engine import attention, packing, verify
 
     sampling.compile_kernels()
+    attention.compile_kernels(torch.float32)
+    for module in (packing, verify, drafter):
+        module.compile_kernels()
     # numba puts its cache beside the source, or into the user's cache folder where that cannot be written.
     caches = {kernel.stats.cache_path for kernel in vars(sampling).values() if hasattr(kernel, "stats")}
     advice = "set NUMBA_CACHE_DIR to a folder that can be written: now they are compiled at every start"

@@ -16,7 +16,6 @@ from stretto.assemble import make_engine, sampling_params
 from stretto.buffer import Ledger
 from stretto.config import Config
 from stretto.controller import Controller
-from stretto.draft.drafter import HistoryDrafter
 from stretto.fleet.in_process import InProcessFleet
 from stretto.observe.metrics import evaluation_metrics
 from stretto.records import Prompt, Purpose, Rollout, UpdateBatch, Updated
@@ -78,12 +77,10 @@ def evaluate(
     *,
     max_model_len: int,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
-    drafter: HistoryDrafter | None = None,
 ) -> Evaluation:
     """Answer every prompt `config.eval.samples` times with the model as it is, and score the answers.
 
-    `progress(done, total, tokens)` is called as responses finish. `drafter` may remember an earlier evaluation: with
-    the same noise, much of it is said again.
+    `progress(done, total, tokens)` is called as responses finish.
     """
     runtime = LiveRuntime()
     sampling = sampling_params(config, tokenizer, temperature=config.eval.temperature)
@@ -95,7 +92,7 @@ def evaluate(
         max_model_len=max_model_len,
         now=runtime.now,
     )
-    engine = make_engine(config, model, tokenizer, max_model_len, runtime.now, drafter)
+    engine = make_engine(config, model, tokenizer, max_model_len, runtime.now)
     fleet = InProcessFleet([engine], runtime.post)
     grader = Grader(rewards, tokenizer, runtime.post)
     runtime.local, runtime.expecting = fleet, lambda: grader.outstanding > 0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.assemble import Inputs, drafts, make_drafter, make_engine, measure_steps, sampling_params
+from stretto.assemble import Inputs, make_drafter, make_engine, sampling_params
 from stretto.buffer import Ledger
-from stretto.config import Config, dump_toml
+from stretto.config import Config
 from stretto.controller import Controller
-from stretto.draft.drafter import HistoryDrafter
-from stretto.errors import StrettoError
+from stretto.drafting import restore_drafter, with_step_ms
 from stretto.evaluation import Evaluation, evaluate
 from stretto.fleet.in_process import InProcessFleet
 from stretto.history.log import read_rollouts
@@ -49,16 +48,17 @@ class Run:
         self,
         config: Config,
         inputs: Inputs,
+        earlier: list[Rollout],
         workers: RewardWorkers,
         runtime: LiveRuntime,
         folder: RunFolder,
         reporter: Reporter,
         stack: ExitStack,
     ) -> None:
-        self.inputs, self.workers = inputs, workers
+        self.inputs, self.earlier, self.workers = inputs, earlier, workers
         self.runtime, self.folder, self.reporter = runtime, folder, reporter
         self.model = load_model(config.model)
-        self.config = config = self._with_step_ms(config)
+        self.config = config = with_step_ms(config, self.model, inputs.max_model_len, reporter)
         self.schedule = make_schedule(config.schedule)
         shared = not self.schedule.overlaps and config.fleet.weights != "copy"
         engine_model = self.model if shared else load_model(config.model)
@@ -82,7 +82,6 @@ class Run:
             now=runtime.now,
         )
         self.drafter = make_drafter(config, runtime.now)
-        self.eval_drafter = make_drafter(config, runtime.now) if inputs.test else None
         engine = make_engine(
             config, engine_model, inputs.tokenizer, inputs.max_model_len, runtime.now, self.drafter
         )
@@ -114,38 +113,11 @@ class Run:
             self.drafter,
         )
 
-    def _with_step_ms(self, config: Config) -> Config:
-        """With `draft.step_ms` measured, where drafting needs it and it isn't set."""
-        if not drafts(config) or config.draft.step_ms is not None:
-            return config
-        self.reporter.message("measuring the engine's steps, which decides how much is drafted")
-        measured = measure_steps(self.model, self.inputs.max_model_len, self.runtime.now)
-        config = config.model_copy(update={"draft": config.draft.model_copy(update={"step_ms": measured})})
-        self.folder.save_config(dump_toml(config))  # kept, so that a resumed run decides alike
-        return config
-
     def begin(self) -> None:
         """Step 0: the evaluation before the first update."""
-        if self.drafter is not None and self.config.history.warm_from is not None:
-            self._warm(self.drafter, Path(self.config.history.warm_from))
+        if self.drafter is not None:
+            self.drafter.remember(self.earlier)
         self.recorder.begin()
-
-    def _warm(self, drafter: HistoryDrafter, path: Path) -> None:
-        """Take another run's responses to the same prompts as history."""
-        other = RunFolder.open(path)
-        rollouts = [
-            r for step in other.log_steps("consumed") for r in read_rollouts(other.log_file("consumed", step))
-        ]
-        ours = {prompt.uid for prompt in self.inputs.train}
-        known = [rollout for rollout in rollouts if rollout.prompt.uid in ours]
-        if not known:
-            raise StrettoError(
-                f"history.warm_from: none of the {len(rollouts)} responses in {path} answers one of these prompts "
-                "(other data, another tokenizer, or another chat template)"
-            )
-        for rollout in known:
-            rollout.visit -= 1 << 20  # older than any visit of this run
-        drafter.remember(known)
 
     def restore(self, step: int | None, eval_changed: Sequence[str]) -> None:
         """Back to the newest checkpoint; what is later is written again.
@@ -164,7 +136,9 @@ class Run:
         self.unanswered = self.ledger.load_state_dict(state["ledger"], in_flight)
         self.stream.load_state_dict(state["prompts"])
         self.schedule.load_state_dict(state["schedule"])
-        self._restore_drafter(checkpoint.step, state["draft"])
+        if self.drafter is not None:
+            self.drafter.remember(self.earlier)
+            restore_drafter(self.drafter, self.config, self.folder, checkpoint, self.stream.epoch)
         # Only now is anything removed: what is wrong with data or checkpoint has been said above.
         self.folder.rewind(checkpoint.step)
         best = state["best"]
@@ -175,22 +149,6 @@ class Run:
         self.recorder.resumed(state["owed"])
         self.fleet.load(self.learner.publish(), [0], "continue")
         self.fleet.step()  # takes the weights; the worker then comes up with them
-
-    def _restore_drafter(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """The drafter as it was at checkpoint `step`: its histories from the log, the newest visits only."""
-        if self.drafter is None:
-            return
-        if state is not None and state["budget_kind"] == self.config.draft.budget:
-            self.drafter.load_state_dict(state)
-        oldest = self.stream.epoch - self.config.history.window
-        logs: list[list[Rollout]] = []
-        for at in range(step, 0, -1):
-            rollouts = read_rollouts(self.folder.log_file("consumed", at))
-            logs.append([rollout for rollout in rollouts if rollout.visit >= oldest])
-            if not logs[-1]:
-                break
-        for rollouts in reversed(logs):
-            self.drafter.remember(rollouts)
 
     def go(self) -> RunResult:
         """The loop, to its end."""
@@ -226,7 +184,7 @@ class Run:
         self.inputs.tokenizer.save_pretrained(folder)
 
     def _evaluate(self) -> Evaluation:
-        found = evaluate(
+        return evaluate(
             self.model,
             self.inputs.tokenizer,
             self.inputs.test,
@@ -234,11 +192,7 @@ class Run:
             self.config,
             max_model_len=self.inputs.max_model_len,
             progress=self.reporter.rollout,
-            drafter=self.eval_drafter,
         )
-        if self.eval_drafter is not None:
-            self.eval_drafter.remember(replace(r, visit=self.ledger.version) for r in found.rollouts)
-        return found
 
 
 class _Progress:

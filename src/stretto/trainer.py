@@ -25,6 +25,7 @@ from stretto.config import (
     resume_warnings,
     warnings,
 )
+from stretto.drafting import read_earlier
 from stretto.errors import StrettoError
 from stretto.evaluation import evaluate as evaluate_model
 from stretto.model import load_model
@@ -130,6 +131,7 @@ class Trainer:
                 RunFolder.require_free(self.path)  # said before anything is loaded
             inputs = read_inputs(self.config, self.data)
             spec = reward_spec(self.config.reward, inputs.data, self.reward_functions)
+            earlier = read_earlier(self.config, inputs)
             runtime = LiveRuntime()
             workers = stack.enter_context(
                 RewardWorkers(spec, self.config.reward, runtime.post, _encoder(inputs))
@@ -149,16 +151,18 @@ class Trainer:
                     "runs beside what; the tokens are the same in float64 only"
                 )
             try:
-                run = Run(self.config, inputs, workers, runtime, folder, self.reporter, stack)
+                run = Run(self.config, inputs, earlier, workers, runtime, folder, self.reporter, stack)
             except BaseException:
                 if not self._resuming:
                     folder.discard()  # nothing has begun: the name stays free for a second try
                 raise
             with runtime.signals():
+                # What was changed or measured decides in a resumed run, too; a resume that fails changes nothing.
                 if self._resuming:
                     run.restore(self._resume_step, [key for key in self._changed if key in COMPARED])
-                    folder.save_config(dump_toml(run.config))  # an interrupted run goes on with the changes
+                    folder.save_config(dump_toml(run.config))
                 else:
+                    folder.save_config(dump_toml(run.config))
                     run.begin()
                 return run.go()
 

@@ -21,7 +21,7 @@ def values_of(key: Key) -> st.SearchStrategy[Any]:
     """Legal values of a key, however odd."""
     if key.name == "name":
         return st.none() | st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9.+_-]*\Z")
-    if key.name in ("data.path", "eval.path", "model.tokenizer"):
+    if key.name in ("data.path", "eval.path", "model.tokenizer", "history.warm_from"):
         return st.none() | st.just("/there/rows.jsonl")
     if key.name == "model.path":
         return st.sampled_from(["demo", "/there/model", "org/name"])
@@ -34,7 +34,7 @@ def _values_of_type(annotation: Any, key: Key) -> st.SearchStrategy[Any]:
         return (
             st.sampled_from(choices)
             if get_origin(annotation) is not list
-            else st.lists(st.sampled_from(choices))
+            else st.lists(st.sampled_from(choices), min_size=1)
         )
     if get_origin(annotation) is list:
         return st.lists(
@@ -56,6 +56,9 @@ def configs(draw: st.DrawFn) -> Config:
     overrides = {name: draw(values_of(KEYS[name])) for name in names}
     overrides |= {"learner.old_logprobs": "auto", "engine.max_model_len": None, "fleet.weights": "auto"}
     overrides |= {"data.chat_template": None, "reward.weights": None, "schedule.max_concurrent": None}
+    # These belong together.
+    overrides |= {"draft.nodes": 2, "draft.max_nodes": draw(st.integers(2, 64))}
+    overrides["draft.step_ms"] = draw(st.none() | st.just([0.5, 1.0, 3.0]))
     overrides["sampling.stop"] = [text for text in overrides.get("sampling.stop", ()) if text]
     if overrides.get("data.path"):
         overrides["data.task"] = overrides["data.dataset"] = None
@@ -107,4 +110,4 @@ def test_a_resumed_run_may_change_only_what_does_not_make_it_another() -> None:
     with pytest.raises(StrettoError, match=r"learner\.eps = 1e-06 \(the run has 1e-08\)") as caught:
         check_resumable(saved, load_config(None, {"steps": 99, "learner.eps": 1e-6, "seed": 3}))
     assert "seed = 3 (the run has 0)" in str(caught.value)
-    assert "steps, checkpoint, eval, track" in str(caught.value)
+    assert "steps, checkpoint, eval, draft, history, track" in str(caught.value)

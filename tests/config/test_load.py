@@ -236,6 +236,9 @@ def test_a_file_is_refused_with_its_line(toml: Any, text: str, message: str) -> 
             '--model.lora.rank: model.lora is set to "none" as well',
         ),
         (["--track.trackers", "wandbb"], 'did you mean "wandb"?'),
+        (["--draft.sources", "[]"], "with a length of at least 1"),
+        (["--draft.step_ms", "[1.0]"], "a list of numbers above 0 with a length of at least 2"),
+        (["--draft.step_ms", "[0.0, 1.0]"], "--draft.step_ms = 0.0: expected a list of numbers above 0"),
     ],
 )
 def test_an_option_is_refused_by_its_name(words: Sequence[str], message: str) -> None:
@@ -260,6 +263,8 @@ def test_everything_wrong_is_said_at_once() -> None:
             ["reward.weights has 1", "2 reward.functions"],
         ),
         ({"fleet.weights": "shared", "schedule.kind": "async"}, ["fleet.weights", "overlap", '"copy"']),
+        ({"draft.nodes": 40}, ["draft.nodes = 40", "draft.max_nodes = 16"]),
+        ({"draft.step_ms": [5.0, 6.0, 4.0]}, ["a step of 4 tokens takes 4.0 ms", "5.0 ms"]),
         ({"sampling.temperature": 0}, ["sampling.temperature = 0", "eval.temperature"]),
         ({"schedule.samples": 1}, ["schedule.samples = 1", "2 or more"]),
         ({"schedule.kind": "async", "schedule.max_concurrent": 7}, ["max_concurrent = 7", "at least 8"]),

@@ -6,7 +6,8 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -14,98 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.draft import SOURCES, Drafts, Verified
-from stretto.draft.budget import Budget, Fixed, Goodput
+from stretto.draft import SOURCES
+from stretto.draft.budget import Fixed, Goodput
 from stretto.draft.cost import CostModel
-from stretto.draft.drafter import DEPTHS, IDLE_GROUPS, START, HistoryDrafter
-from stretto.history.index import HistoryIndex
-from stretto.records import IntArray, Prompt, Request, Rollout, SamplingParams, prompt_uid
+from stretto.draft.drafter import DEPTHS, START, HistoryDrafter
+from stretto.history.log import read_rollouts, write_rollouts
+from tests.draft.engine import columns, drafter, propose, request, rollout, verify, write
 from tests.draft.trees import parent_closed
 
 ROOT = Path(__file__).parents[2]
-PROMPT = (5, 6, 7, 8, 9)
-
-
-def drafter(
-    *, budget: Budget | None = None, sources: Collection[str] = SOURCES, slots: int = 4, max_nodes: int = 8
-) -> HistoryDrafter:
-    index = HistoryIndex(window=2, weight="probability")
-    return HistoryDrafter(index, budget or Fixed(64), slots=slots, sources=sources, max_nodes=max_nodes)
-
-
-def request(id: int, group: int = 0, prompt: Sequence[int] = PROMPT, tokens: Sequence[int] = ()) -> Request:
-    ids = np.array(prompt, np.int64), np.array(tokens, np.int64)
-    return Request(id, 0, group, *ids, 0, 1000 + id, SamplingParams(max_new_tokens=64))
-
-
-def rollout(tokens: Sequence[int], visit: int = 0, prompt: Sequence[int] = PROMPT) -> Rollout:
-    ids, size = np.array(prompt, np.int64), len(tokens)
-    logprobs = np.log(np.full(size, 0.9))
-    return Rollout(
-        0,
-        0,
-        Prompt(0, prompt_uid(ids), 0, ids, {}),
-        0,
-        visit,
-        0,
-        np.array(tokens, np.int64),
-        logprobs,
-        logprobs,
-        np.zeros(size, np.int64),
-        np.ones(size, np.bool_),
-    )
-
-
-def propose(
-    it: HistoryDrafter, slots: Sequence[int], known: Sequence[int], room: int = 8, most: int = 999
-) -> Drafts:
-    chosen = np.array(slots, np.int64)
-    return it.propose(chosen, np.array(known, np.int64), np.full(chosen.size, room), chosen.size, most)
-
-
-def verify(drafts: Drafts, futures: Sequence[Sequence[int]]) -> tuple[Verified, IntArray]:
-    """What an engine finds whose plain decoding would go on with `futures`."""
-    reached, accepted = np.zeros((2, drafts.token_ids.size), np.bool_)
-    emitted: list[int] = []
-    counts: list[int] = []
-    begin = 0
-    for count, future in zip(drafts.counts.tolist(), futures, strict=True):
-        here, depth = -1, 0
-        while depth < len(future):
-            below = [n for n in range(begin, begin + count) if drafts.parents[n] == here]
-            reached[below] = True
-            hits = [n for n in below if drafts.token_ids[n] == future[depth]]
-            assert len(hits) <= 1
-            depth += 1
-            if not hits:
-                break
-            accepted[hits] = True
-            here = hits[0] - begin
-        emitted += future[:depth]
-        counts.append(depth)
-        begin += count
-    return Verified(reached, accepted, np.array(counts, np.int64)), np.array(emitted, np.int64)
-
-
-def step(
-    it: HistoryDrafter, slots: Sequence[int], known: Sequence[int], futures: Sequence[Sequence[int]]
-) -> list[int]:
-    """One engine step; how many tokens each got."""
-    drafts = propose(it, slots, known)
-    verified, tokens = verify(drafts, futures)
-    it.observe(np.array(slots, np.int64), drafts, verified, tokens)
-    return [int(count) for count in verified.emitted]
-
-
-def write(it: HistoryDrafter, slot: int, tokens: Sequence[int], known: int = 0) -> None:
-    """The request in `slot` says `tokens`."""
-    while tokens:
-        (count,) = step(it, [slot], [known], [tokens])
-        tokens, known = tokens[count:], known + count
-
-
-def columns(drafts: Drafts) -> list[list[float]]:
-    return [getattr(drafts, name).tolist() for name in Drafts.__slots__]
 
 
 class TestSources:
@@ -126,17 +44,6 @@ class TestSources:
         it.begin(1, request(1))
         assert propose(it, [0, 1], [0, 0]).counts.tolist() == [0, 2]
 
-    def test_siblings_in_flight_are_followed_and_other_groups_are_not(self) -> None:
-        it = drafter()
-        it.begin(0, request(0))
-        it.begin(1, request(1))
-        it.begin(2, request(2, group=1))
-        write(it, 0, [1, 2, 3])
-        drafts = propose(it, [1, 2], [0, 0])
-        assert drafts.counts.tolist() == [3, 0]
-        assert drafts.token_ids.tolist() == [1, 2, 3]
-        assert {SOURCES[s] for s in drafts.sources} == {"siblings"}
-
     def test_the_prompt_is_quoted(self) -> None:
         it = drafter()
         it.begin(0, request(0))
@@ -144,6 +51,13 @@ class TestSources:
         drafts = propose(it, [0], [3])
         assert drafts.token_ids.tolist() == [8, 9]
         assert {SOURCES[s] for s in drafts.sources} == {"prompt"}
+
+    def test_the_prompt_goes_on_as_it_did_before(self) -> None:
+        it = drafter()
+        own = request(0)
+        own.prompt_ids = np.array([5, 6, 7, 8, 9, 5, 6, 7])
+        it.begin(0, own)
+        assert propose(it, [0], [0]).token_ids.tolist()[:2] == [8, 9]
 
     @pytest.mark.parametrize("source", SOURCES)
     def test_a_source_that_is_off_says_nothing(self, source: str) -> None:
@@ -162,8 +76,8 @@ class TestSources:
 class TestRequests:
     TEXT = (1, 2, 3, 1, 2, 4, 6, 7)
 
-    def filled(self) -> HistoryDrafter:
-        it = drafter()
+    def filled(self, sources: Collection[str] = SOURCES) -> HistoryDrafter:
+        it = drafter(sources=sources)
         it.remember([rollout([1, 2, 3, 1, 2, 4, 6, 7, 8]), rollout([1, 2, 4, 4])])
         return it
 
@@ -179,35 +93,13 @@ class TestRequests:
         assert propose(resumed, [3], [known]).token_ids.size
 
     def test_a_slot_used_again_knows_nothing_of_who_was_there(self) -> None:
-        used, fresh = self.filled(), self.filled()
+        used, fresh = (self.filled(["history", "prompt"]) for _ in range(2))  # in flight it would be known of
         used.begin(0, request(0, group=0, tokens=self.TEXT))
         propose(used, [0], [len(self.TEXT)])
         used.end(0, None)
         for it in (used, fresh):
             it.begin(0, request(7, group=1, tokens=(1, 2)))
         assert columns(propose(used, [0], [2])) == columns(propose(fresh, [0], [2]))
-
-    def test_groups_that_ended_are_released(self) -> None:
-        it = drafter()
-        for group in range(3 * IDLE_GROUPS):
-            it.begin(0, request(group, group=group))
-            write(it, 0, [1, 2, 3])
-            it.end(0, 3)
-            kept = it._pool.metrics()
-            assert kept["groups"] <= 2 * IDLE_GROUPS  # the siblings' automaton and the prompt's
-            assert kept["tokens"] <= IDLE_GROUPS * (len(PROMPT) + 4)
-        assert it.index.metrics()["prompts"] == 0
-
-    def test_a_sibling_that_comes_late_finds_its_group(self) -> None:
-        it = drafter(sources=["siblings"])
-        it.begin(0, request(0))
-        write(it, 0, [1, 2, 3])
-        it.end(0, 3)
-        for group in range(1, IDLE_GROUPS):
-            it.begin(0, request(group, group=group))
-            it.end(0, 0)
-        it.begin(1, request(99))
-        assert propose(it, [1], [0]).token_ids.tolist() == [1, 2, 3]
 
     def test_the_budget_hears_of_begins_and_natural_ends(self) -> None:
         class Listens(Fixed):
@@ -276,7 +168,7 @@ class TestProposals:
         assert first.token_ids.size <= it.metrics()["spec/proposed"] < proposed
 
     def test_what_was_learnt_is_state(self) -> None:
-        it, other = drafter(), drafter()
+        it, other = (drafter(sources=["history", "prompt"]) for _ in range(2))
         for one in (it, other):
             one.remember([rollout([1, 2, 3, 1, 2, 4]), rollout([2, 2, 3])])
         for id in range(20):
@@ -287,9 +179,32 @@ class TestProposals:
         for one in (it, other):
             one.begin(0, request(50, group=50))
         untaught = columns(propose(other, [0], [0]))
+        other.load_state_dict(state | {"budget": {"of": "another kind"}}, budget=False)
+        assert other.calibration.state_dict() == it.calibration.state_dict()
         other.load_state_dict(state)
         assert other.state_dict() == it.state_dict()
         assert columns(propose(other, [0], [0])) == columns(propose(it, [0], [0])) != untaught
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=9), min_size=1, max_size=4),
+    st.floats(0.01, 1.0),
+)
+def test_histories_from_the_log_are_those_that_were_live(texts: list[list[int]], probability: float) -> None:
+    batch = [rollout(text, probability=probability ** (i + 1)) for i, text in enumerate(texts)]
+    with tempfile.TemporaryDirectory() as folder:
+        write_rollouts(Path(folder) / "log.parquet", batch, step=0)
+        logged = read_rollouts(Path(folder) / "log.parquet")
+    live, resumed = drafter(sources=["history"]), drafter(sources=["history"])
+    live.remember(batch)
+    resumed.remember(logged)
+    uid = batch[0].prompt.uid
+    for it in (live, resumed):
+        it.index.wait([uid])
+        assert it.index.open(uid) == 0
+    for ours, theirs in zip(live.index.arrays(), resumed.index.arrays(), strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_metrics_count_what_each_source_said() -> None:
@@ -310,7 +225,7 @@ def test_metrics_count_what_each_source_said() -> None:
 def play(seed: int, steps: int = 60) -> None:
     """Requests come, go on, are stopped, resumed and end, in every order; what is proposed are trees of tokens."""
     draw, slots = random.Random(seed), 3
-    it = drafter(slots=slots, max_nodes=6)
+    it = drafter(slots=slots, max_nodes=6, generation=20)
     waiting = [(id, id // 2, [draw.randrange(1, 5) for _ in range(draw.randrange(1, 9))]) for id in range(12)]
     known: dict[int, int] = {}
     running: dict[int, tuple[int, int, list[int]]] = {}  # slot -> id, group, response
@@ -348,7 +263,8 @@ def test_any_order_of_begins_stops_and_ends(seed: int) -> None:
 
 SCRIPT = """
 from numba.core import event
-from tests.draft.test_drafter import drafter, play
+from tests.draft.engine import drafter
+from tests.draft.test_drafter import play
 
 compiled = []
 

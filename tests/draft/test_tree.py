@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.draft.calibration import BESIDE_HISTORY, Calibration
+from stretto.draft.calibration import BESIDE_HISTORY, Calibration, calibrated, depth_bucket
 from stretto.draft.estimates import BRANCHES, LEVELS, advance_prompts
 from stretto.draft.tree import HISTORY, PROMPT, SIBLINGS, Grown, Matches, Rules, grow, room_for
 from stretto.history.automaton import LivePool
 from stretto.history.frozen import Arena, advance_all, freeze
 from stretto.sampling import gumbel
+from tests.draft.trees import Text, places
 
-Text = tuple[int, ...]
 START = 99
 KEY, POSITION = 12345, 7
 
@@ -46,17 +46,6 @@ def noise_of(depth: int, token: int) -> float:
 
 
 # ---- reading the texts slowly ---------------------------------------------------------------------------
-
-
-def places(texts: Sequence[Text], string: Text) -> list[tuple[int, int]]:
-    """(text, place after it) of every occurrence of `string`."""
-    size = len(string)
-    return [
-        (t, end)
-        for t, text in enumerate(texts)
-        for end in range(size, len(text) + 1)
-        if text[end - size : end] == string
-    ]
 
 
 def levels(texts: Sequence[Text], context: Text, followed: bool) -> list[Text]:
@@ -156,7 +145,7 @@ def children(
         if noise_aware and 0.0 < p < 1.0:
             noise = noise_of(len(below), token)
             raw = math.exp(-((1.0 - p) / p) * math.exp(-noise))
-        value = calibration.calibrate(np.array([raw]), np.array([row]), np.array([len(below) + 1]))[0]
+        value = calibrated(calibration.table, raw, row, depth_bucket(len(below) + 1))
         if token not in best or value > best[token].estimate:
             best[token] = Node((*below, token), float(value), raw, source, row)
     return list(best.values())

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.draft import Drafts
 from stretto.draft.budget import make_budget
 from stretto.draft.cost import CostModel
 from stretto.draft.drafter import IDLE_GROUPS, HistoryDrafter
@@ -18,7 +19,8 @@ from stretto.engine import attention
 from stretto.engine.packing import tree_views
 from stretto.history.index import HistoryIndex, Weight
 from stretto.model import FAMILIES
-from stretto.records import Prompt, Request, Rollout, SamplingParams, prompt_uid
+from stretto.records import IntArray, Prompt, Request, Rollout, Running, SamplingParams, prompt_uid
+from stretto.weights import WeightsRef
 from tests.engine.byte_tokenizer import byte_tokenizer
 from tests.engine.drafters import Oracle
 from tests.engine.runs import (
@@ -117,6 +119,53 @@ def test_a_stop_string_inside_the_accepted_path_ends_the_response(seed: int) -> 
     run.submit(request)
     run.finish()
     assert_same(run, request, answer)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stop_token_inside_the_accepted_path_ends_the_response(seed: int) -> None:
+    plain = make_request(0, 1, seed, SamplingParams(max_new_tokens=30))
+    token = plain_decoding(model_of("llama", "sdpa"), plain)[0][6]
+    request = make_request(0, 1, seed, SamplingParams(max_new_tokens=30, stop_token_ids=(token,)))
+    answer = plain_decoding(model_of("llama", "sdpa"), request)
+    run = Run(
+        make_engine(model_of("llama"), 1, 500, drafter=Oracle({0: [*answer[0], *range(1, 20)]}, seed, 1.0))
+    )
+    run.submit(request)
+    run.finish()
+    assert_same(run, request, answer)
+
+
+@pytest.mark.parametrize("running", ["continue", "recompute"])
+def test_weights_may_come_between_two_steps(running: Running) -> None:
+    truth = {i: expected("llama", i)[0] for i in range(len(REQUESTS))}
+    run = Run(make_engine(model_of("llama"), 4, 500, drafter=Oracle(truth, 1, 0.9)))
+    run.submit(*REQUESTS)
+    while len(run.reason) < len(REQUESTS):
+        run.step()
+        run.engine.load(WeightsRef(run.steps, "shared", {}), running)
+    for i, request in enumerate(REQUESTS):
+        assert_same(run, request, expected("llama", i))
+
+
+class TooMuch(Oracle):
+    """Proposes what does not fit."""
+
+    def __init__(self, drafts: Drafts) -> None:
+        super().__init__({}, 0, 0.0)
+        self.drafts = drafts
+
+    def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
+        return self.drafts
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(65, 1), (2, 12), (30, 1)])
+def test_drafts_that_do_not_fit_are_refused(nodes: int, depth: int) -> None:
+    ids, floats = np.zeros(nodes, np.int64), np.zeros(nodes)
+    drafts = Drafts(np.array([nodes]), ids, ids - 1, ids + depth, floats, ids.astype(np.int8))
+    run = Run(make_engine(model_of("llama"), 1, 20 if nodes == 30 else 500, drafter=TooMuch(drafts)))
+    run.submit(make_request(0, 1, 0, SamplingParams(max_new_tokens=12)))
+    with pytest.raises(RuntimeError, match=f"the drafter proposed {nodes} nodes"):
+        run.finish()
 
 
 @given(st.data())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.history.automaton import EDGES, STATES, LivePool, find_live, match_live
+from stretto.history.automaton import EDGES, STATES, LivePool, find_live, find_text, match_live
 
 LARGEST = 2**31 - 1
 TOKENS = st.sampled_from([0, 64, LARGEST])  # 0 and 64 share a bucket
@@ -49,6 +49,9 @@ class Group:
                     seen[(*string, token)] = int(arrays.target[edge])
                     unexplored.append(((*string, token), int(arrays.target[edge])))
         assert set(seen) == strings(self.texts)
+        for string in [*seen, (0, 0, 64), (64, LARGEST), (64,), ()]:
+            found = find_text(arrays, self.handle, np.array(string, np.int64))
+            assert found == (seen.get(string, -1) if string else pool.root(self.handle))
         for string, state in seen.items():
             assert arrays.counts[state] == occurrences(self.texts, string)
             assert arrays.length[state] >= len(string) > arrays.length[arrays.link[state]]

@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import threading
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from stretto.errors import StrettoError
 from stretto.history import index as index_module
 from stretto.history.frozen import Frozen, find_frozen, freeze
 from stretto.history.index import HistoryIndex, Response, Weight, reward_weights
-from stretto.records import Prompt, Rollout, State
 
 LARGEST = 2**31 - 1
 WEIGHTS: tuple[Weight, ...] = ("count", "reward", "recency", "probability")
@@ -112,10 +112,7 @@ def test_counts_and_weights_are_those_of_the_window(
             del model[uid][old]
         if background:
             index.prepare(["a", "b", "unknown"])
-    if background:
-        index.wait(["a", "b", "unknown"])
-    else:
-        index.build(["a", "b", "unknown"])
+    index.wait(["a", "b", "unknown"])
     for uid, visits in model.items():
         check(index, uid, visits, weight)
     assert index.open("unknown") == -1
@@ -137,12 +134,12 @@ def test_open_handles_share_one_automaton_and_keep_an_older_one_until_they_are_c
     index = HistoryIndex(window=1)
     index.add("a", 0, [response((1, 2))])
     index.add("b", 0, [response((7,))])
-    index.build("ab")
+    index.wait("ab")
     first, other = index.open("a"), index.open("b")
     assert index.open("a") == first != other
     index.add("a", 1, [response((3,))])
     assert index.open("a") == first  # the newest that is ready
-    index.build(["a"])
+    index.wait(["a"])
     second = index.open("a")
     assert second not in (first, other)
     assert set(known(index, first)) == {(), (1,), (2,), (1, 2)}
@@ -157,24 +154,50 @@ def test_open_handles_share_one_automaton_and_keep_an_older_one_until_they_are_c
     assert set(known(index, index.open("b"))) == {(), (7,)}
 
 
-def test_the_background_is_not_waited_for_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
+class HeldUp:
+    """`freeze` in the building thread begins, and goes on when it is told to; elsewhere it is not held up."""
 
-    def held_up(*arguments: np.ndarray) -> Frozen:
-        assert go.wait(30)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self._caller = threading.current_thread()
+        monkeypatch.setattr(index_module, "freeze", self.freeze)
+
+    def freeze(self, *arguments: np.ndarray) -> Frozen:
+        if threading.current_thread() is not self._caller:
+            self.begun.set()
+            assert self.go.wait(30)
         return freeze(*arguments)
 
-    monkeypatch.setattr(index_module, "freeze", held_up)
+
+def test_the_background_is_not_waited_for_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    held_up = HeldUp(monkeypatch)
     index = HistoryIndex()
     index.add("a", 0, [response((1,))])
     index.prepare(["a"])
     index.prepare(["a"])
+    assert held_up.begun.wait(30)
     assert index.open("a") == -1
     index.add("a", 0, [response((2,))])
-    go.set()
+    held_up.go.set()
     index.wait(["a"])
     assert set(known(index, index.open("a"))) == {(), (1,), (2,)}
     assert index.metrics()["built_tokens"] == 3  # the first build's one, and two
+
+
+def test_who_is_waited_for_does_not_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    held_up = HeldUp(monkeypatch)
+    index = HistoryIndex()
+    for place, uid in enumerate("abc"):
+        index.add(uid, 0, [response((place,))])
+    index.prepare("abc")
+    assert held_up.begun.wait(30)
+    index.wait("c")  # while the thread is at "a"
+    assert set(known(index, index.open("c"))) == {(), (2,)}
+    assert index.open("a") == index.open("b") == -1
+    held_up.go.set()
+    index.wait("abc")
+    assert set(known(index, index.open("b"))) == {(), (1,)}
+    assert index.metrics()["built_tokens"] == 3  # nothing was built twice
 
 
 def test_failures_of_the_thread_are_raised_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,12 +210,13 @@ def test_failures_of_the_thread_are_raised_one_by_one(monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(index_module, "freeze", fail)
-        index.prepare(["a"])
+        index.prepare("ab")
+        futures.wait(index._jobs.values(), timeout=30)
         with pytest.raises(OverflowError, match=r"\[1\]"):
-            index.wait(["a", "b"])
+            index.wait("ab")
         with pytest.raises(OverflowError, match=r"\[2\]"):
             index.add("c", 0, [])
-    index.wait(["a", "b"])
+    index.wait("ab")
     assert index.open("a") >= 0
 
 
@@ -200,7 +224,7 @@ def test_the_thread_ends_with_its_index() -> None:
     index = HistoryIndex()
     index.add("a", 0, [response((1,))])
     before = set(threading.enumerate())
-    index.wait(["a"])
+    index.prepare(["a"])
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
     del index
@@ -236,86 +260,62 @@ def test_memory_is_bounded_and_the_longest_unvisited_goes_first_oldest_visit_fir
 def test_what_is_open_is_never_dropped() -> None:
     index = HistoryIndex(max_bytes=3000)
     index.add("a", 0, [response((1, 2, 1, 2))])
-    index.build(["a"])
+    index.wait(["a"])
     handle = index.open("a")
     strings = known(index, handle)
     for visit in range(40):
         index.add("b", visit, [response(tuple(range(visit, visit + 60)))])
-        index.build("ab")
+        index.wait("ab")
         if visit % 2:
             opened = index.open("b")
             if opened >= 0:
                 index.close(opened)
-        assert index.metrics()["bytes"] <= 3000 + 700  # the arena at its largest, beside what is open
+        assert index.metrics()["bytes"] <= 3000 + 1500  # an automaton of b's, which was open beside a's
         assert known(index, handle) == strings
     index.close(handle)
     index.add("b", 99, [response(tuple(range(200)))])
     assert index.metrics()["bytes"] <= 3000
 
 
-def test_a_build_under_way_does_not_bring_back_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
+def test_a_prompt_that_loses_a_visit_is_built_from_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for under_way in (False, True):
+        with monkeypatch.context() as patched:
+            held_up = HeldUp(patched)
+            index = HistoryIndex(max_bytes=31_000)
+            index.add("a", 0, [response(tuple(range(100)))])
+            index.add("a", 1, [response((500,))])
+            if under_way:  # what is being built still contains the visit
+                index.prepare(["a"])
+                assert held_up.begun.wait(30)
+            else:
+                index.wait(["a"])
+            index.add("b", 0, [response(tuple(range(7675)))])
+            assert index.metrics()["dropped_visits"] == 1
+            for visit in (1, 2):  # now there is room again
+                index.add("b", visit, [response((1,))])
+            assert index.open("a") == -1
+            held_up.go.set()
+            futures.wait(index._jobs.values(), timeout=30)  # nobody has to ask for it
+        assert set(known(index, index.open("a"))) == {(), (500,)}
 
-    def held_up(*arguments: np.ndarray) -> Frozen:
-        assert go.wait(30)
-        return freeze(*arguments)
 
-    index = HistoryIndex(max_bytes=31_000)
-    index.add("a", 0, [response(tuple(range(100)))])
-    index.add("a", 1, [response((500,))])
-    with monkeypatch.context() as patched:
-        patched.setattr(index_module, "freeze", held_up)
-        index.prepare(["a"])
-        index.add("b", 0, [response(tuple(range(7675)))])
-        assert index.metrics()["dropped_visits"] == 1
-        for visit in (1, 2):  # now there is room again
-            index.add("b", visit, [response((1,))])
-        go.set()
-        index.wait(["b"])  # and so for what was asked for before
-    assert index.open("a") == -1
-    index.wait(["a"])
-    assert set(known(index, index.open("a"))) == {(), (500,)}
+def test_a_huge_bound_does_not_reserve_what_no_machine_has() -> None:
+    index = HistoryIndex(max_bytes=1 << 60)
+    assert sum(array.nbytes for array in index.arrays()) <= 1 << 28
 
 
 def test_metrics_are_since_the_last_call_and_use_the_clock_given() -> None:
     ticks = itertools.count()
     index = HistoryIndex(weight="recency", clock=lambda: float(next(ticks)))
     index.add("a", 0, [response((1, 2, 3))])
-    index.build(["a"])
-    index.build(["a"])
+    index.wait(["a"])
+    index.wait(["a"])
     metrics = index.metrics()
     assert (metrics["build_seconds"], metrics["built_tokens"], metrics["states"]) == (1.0, 3, 4)
     automaton = 4 * (4 * 5 + 1 + 5 * 2)  # 4 states of 5 numbers, `first` has one more, 5 edges of 2 numbers
     assert metrics["bytes_per_token"] == automaton / 3
     assert metrics["bytes"] == automaton + 3 * 4
     assert index.metrics()["built_tokens"] == 0
-
-
-def rollout(uid: str, visit: int, tokens: Text, outcome: State) -> Rollout:
-    token_ids, logprobs, reward = response(tokens)
-    n = len(tokens)
-    prompt = Prompt(0, uid, 0, np.array([9]), {})
-    versions, mask = np.zeros(n, np.int64), np.ones(n, np.bool_)
-    made = Rollout(1, 1, prompt, 0, visit, 5, token_ids, logprobs, logprobs, versions, mask, reward=reward)
-    made.outcome = outcome
-    return made
-
-
-def test_a_log_fills_the_index_with_what_came_to_its_end() -> None:
-    index = HistoryIndex(weight="probability")
-    index.load(
-        rollout(uid, visit, (10 * visit + state,), state)
-        for visit in (0, 1, 2)
-        for uid in ("a", "b")
-        for state in State
-    )
-    index.build("ab")
-    ended = (State.FINISHED, State.SCORED, State.CONSUMED)
-    visits: dict[int, list[Sample]] = {
-        visit: [((10 * visit + state,), 0.0) for state in ended] for visit in (1, 2)
-    }
-    check(index, "a", visits, "probability")
-    check(index, "b", visits, "probability")
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ class Texts:
     def put(self, slot: int, target: int) -> None:
         self._target[slot], self.generated[slot] = target, 0
 
-    def verify(
-        self, slots: IntArray, drafts: Drafts, most: int = LONGEST
-    ) -> tuple[Verified, IntArray]:
+    def verify(self, slots: IntArray, drafts: Drafts, most: int = LONGEST) -> tuple[Verified, IntArray]:
         """What becomes of the drafts of `slots`, and the tokens that are emitted, at most `most` of each."""
         nodes, target = drafts.token_ids.size, self._target[slots]
         verified = Verified(

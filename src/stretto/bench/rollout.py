@@ -23,12 +23,13 @@ from transformers.utils import logging as transformers_logging
 from stretto.assemble import read_inputs
 from stretto.bench.pairs import Ratio, alternate, require_idle, timed
 from stretto.config import Config, load_config
+from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.model import location
 from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer
 
-SIDES = ("none", "history")
+SIDES = ("plain", "drafted")
 
 
 def extend(config: Config, folder: Path, steps: int) -> None:
@@ -47,12 +48,19 @@ def tokens(run: RunFolder, step: int) -> list[list[int]]:
 def compare(base: Config, visits: int, runs: Path) -> list[dict[str, Any]]:
     """Train with and without drafts; a row for each visit."""
     rows = len(read_inputs(base).train)
-    per_visit = -(-rows // base.schedule.prompts)
+    per_visit, left = divmod(rows, base.schedule.prompts)
+    if left:
+        raise StrettoError(
+            f"bench rollout: schedule.prompts = {base.schedule.prompts} does not divide the {rows} rows, so that steps "
+            "and visits would drift apart"
+        )
     folders = {side: runs / side for side in SIDES}
     for visit in range(visits):
         for side in SIDES if visit % 2 == 0 else SIDES[::-1]:
-            draft = base.draft.model_copy(update={"kind": side})
-            config = base.model_copy(update={"draft": draft, "name": side, "runs": str(runs)})
+            config = base.model_copy(update={"name": side, "runs": str(runs)})
+            if side == "plain":
+                draft = base.draft.model_copy(update={"budget": "none"})
+                config = config.model_copy(update={"draft": draft})
             extend(config, folders[side], (visit + 1) * per_visit)
     plain, drafted = (RunFolder.open(folders[side]) for side in SIDES)
     table = []

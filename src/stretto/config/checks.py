@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.config.sections import Config, DataConfig, RewardConfig
+    from stretto.config.sections import Config, DataConfig, DraftConfig, RewardConfig
 
 SOURCES = ("task", "path", "dataset")
 
@@ -32,6 +32,20 @@ def reward(config: RewardConfig) -> None:
         raise StrettoError(
             f"reward.weights has {len(weights)} entries for {len(functions)} reward.functions; "
             "give one each, or none"
+        )
+
+
+def draft(config: DraftConfig) -> None:
+    """Nodes that fit into a tree, and step times that rise: with free tokens every guess would pay."""
+    if config.nodes > config.max_nodes:
+        raise StrettoError(
+            f"draft.nodes = {config.nodes} is more than draft.max_nodes = {config.max_nodes}, the most that is proposed"
+        )
+    times = config.step_ms
+    if times is not None and times[-1] <= times[0]:
+        raise StrettoError(
+            f"draft.step_ms: a step of {1 << (len(times) - 1)} tokens takes {times[-1]} ms and one of a single token "
+            f"{times[0]} ms; more tokens must take longer"
         )
 
 
@@ -140,6 +154,8 @@ def warnings(config: Config) -> list[str]:
             f"{', '.join(truncation)}: responses come from a truncated distribution, while the learner's is the "
             "full softmax"
         )
+    if config.history.warm_from is not None and config.draft.budget == "none":
+        said.append('history.warm_from is not read: draft.budget = "none" drafts nothing')
     if config.reuse.kind == "noise":
         said.append(
             'reuse.kind = "noise": samples are not fresh draws from the second visit on; training explores less'

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic.fields import FieldInfo
@@ -18,6 +18,7 @@ BOUNDS = {
     annotated_types.Gt: ("gt", "above"),
     annotated_types.Le: ("le", "of at most"),
     annotated_types.Lt: ("lt", "below"),
+    annotated_types.MinLen: ("min_length", "with a length of at least"),
 }
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", Any: "a value"}
 
@@ -89,8 +90,9 @@ def _in_words(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(f'"{choice}"' for choice in arguments)
     if origin is list:
-        inner = arguments[0]
-        return f"a list of {_plural(inner)}"
+        inner = get_args(arguments[0])[0] if get_origin(arguments[0]) is Annotated else arguments[0]
+        bounds = [bound for field in getattr(arguments[0], "__metadata__", ()) for bound in field.metadata]
+        return f"a list of {_plural(inner)}{_bounds(bounds)}"
     if origin is tuple:
         bounds = [bound for field in getattr(arguments[0], "__metadata__", ()) for bound in field.metadata]
         return f"a list of {len(arguments)} {_plural(arguments[0])}{_bounds(bounds)}"

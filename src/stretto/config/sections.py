@@ -158,20 +158,23 @@ DraftSource = Literal["history", "siblings", "prompt"]
 class DraftConfig(Section):
     """Speculative decoding: tokens are guessed and verified in one step. Changes the speed, never a token."""
 
-    kind: Literal["history", "none"] = "history"
-    """history: RhymeRL's HistoSpec and its relatives; none: plain decoding."""
-    sources: list[DraftSource] = Field(default_factory=lambda: list(get_args(DraftSource)))
-    """Earlier visits' responses, the group's responses in flight, the prompt's own text."""
     budget: Literal["none", "fixed", "aimd", "length_class", "marginal", "goodput"] = "goodput"
-    """Which guesses are verified; goodput: what makes the most expected tokens per second."""
+    """Which guesses are verified; goodput: what makes the most expected tokens per second; none: plain decoding."""
+    sources: list[DraftSource] = Field(default_factory=lambda: list(get_args(DraftSource)), min_length=1)
+    """Earlier visits' responses, the responses in flight, the prompt's own text."""
     nodes: int = Field(default=8, ge=1, le=64)
     """fixed: guesses per request and step; length_class: of the longest class."""
     max_nodes: int = Field(default=16, ge=1, le=64)
     """Guesses per request and step at most."""
     noise_aware: bool = True
     """Use the noise that will decide, which keyed sampling knows beforehand."""
-    step_ms: list[float] | None = None
+    step_ms: list[Annotated[float, Field(gt=0.0)]] | None = Field(default=None, min_length=2)
     """Milliseconds of an engine step with 1, 2, 4 ... tokens; none: measured when the run begins, and kept with it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        checks.draft(self)
+        return self
 
 
 class HistoryConfig(Section):
@@ -184,7 +187,7 @@ class HistoryConfig(Section):
     max_gib: float = Field(default=4.0, gt=0.0)
     """Memory; prompts that were not visited for longest are forgotten first."""
     warm_from: str | None = None
-    """The folder of a run over the same prompts, whose log is read first."""
+    """The folder of another run over the same prompts, whose log is read first."""
 
 
 class ReuseConfig(Section):

@@ -27,6 +27,9 @@ _EDGES = np.concatenate(([0.0], INNER_EDGES, [1.0]))
 CENTRES = (_EDGES[:-1] + _EDGES[1:]) / 2
 KNOTS = BINS + 2  # one per bin, and the ends 0 and 1
 PRIOR = 10.0  # tests that a bin's prior counts for
+WORTH = np.array([1.0 if name == "history" else 0.6 for name in ROWS])
+"""By row, how often a node is accepted for its estimate while nothing is known. Only history repeats itself so
+reliably that its estimates can be taken at their word; budgets would pay for the others' until enough were tested."""
 TESTED, ESTIMATED, ACCEPTED = 0, 1, 2  # columns: tests, sum of their estimates, how many were accepted
 
 
@@ -59,12 +62,6 @@ def calibrated(table: FloatArray, raw: float, row: int, bucket: int) -> float:
 @kernel()
 def _bin(estimate: float) -> int:
     return int(np.searchsorted(INNER_EDGES, estimate, side="right"))
-
-
-@kernel()
-def _calibrate(table: FloatArray, raw: FloatArray, rows: IntArray, depth: IntArray, out: FloatArray) -> None:
-    for i in range(raw.size):
-        out[i] = calibrated(table, raw[i], rows[i], depth_bucket(depth[i]))
 
 
 @kernel()
@@ -105,20 +102,22 @@ def _refresh(counts: FloatArray, table: FloatArray) -> None:
             seen, knots = counts[row, bucket], table[row, bucket]
             weights = seen[:, TESTED] + PRIOR
             knots[1 : KNOTS - 1] = (seen[:, ESTIMATED] + PRIOR * CENTRES) / weights
-            values = isotonic((seen[:, ACCEPTED] + PRIOR * CENTRES) / weights, weights)
+            prior = PRIOR * WORTH[row]
+            values = isotonic((seen[:, ACCEPTED] + prior * CENTRES) / weights, weights)
             knots[KNOTS + 1 : -1] = values
-            # The ends are the outermost bins with their priors at 0 and 1: the identity while nothing is known, and
-            # flat beyond the bin's knot when much is.
+            # The ends are the outermost bins with their priors at 0 and 1: a line while nothing is known, and flat
+            # beyond the bin's knot when much is.
             knots[0], knots[KNOTS - 1] = 0.0, 1.0
             knots[KNOTS] = min(seen[0, ACCEPTED] / weights[0], values[0])
-            knots[-1] = max((seen[-1, ACCEPTED] + PRIOR) / weights[-1], values[-1])
+            knots[-1] = max((seen[-1, ACCEPTED] + prior) / weights[-1], values[-1])
 
 
 class Calibration:
     """Online map from raw to calibrated conditional acceptance, one per row and depth bucket.
 
     "Conditional": given that the node's parent was accepted; a path's acceptance is the product. Twelve bins over
-    the raw estimate keep exponentially decayed counts, with a prior of PRIOR tests that says the estimate is right.
+    the raw estimate keep exponentially decayed counts, with a prior of PRIOR tests that says WORTH of the
+    estimate is right.
     A bin's knot lies at the mean raw estimate of its tests, so that any linear relation is met without bias; isotonic
     regression keeps the map non-decreasing. Deterministic: the same tests in the same order give the same bits.
     """
@@ -133,18 +132,13 @@ class Calibration:
         self.table = np.empty((len(ROWS), len(DEPTHS), 2 * KNOTS))
         self.refresh()
 
-    def calibrate(self, raw: FloatArray, rows: IntArray, depth: IntArray) -> FloatArray:
-        """(N,) probabilities of raw conditional estimates (N,) in [0, 1]; `rows` index ROWS, `depth` as in `Drafts`."""
-        out = np.empty(raw.size)
-        _calibrate(self.table, raw, rows, depth, out)
-        return out
-
     def learn(
         self, raw: FloatArray, rows: IntArray, depth: IntArray, reached: BoolArray, accepted: BoolArray
     ) -> None:
         """Take in what became of nodes, all arrays (N,). Only `reached` nodes count: the others were not tested.
 
-        `raw` is what `calibrate` was given for them. The table is refreshed.
+        `raw` are conditional estimates before `calibrated`; `rows` index ROWS, `depth` as in `Drafts`. The table is
+        refreshed.
         """
         _learn(self._counts, self._tally, self.table, self._decay, raw, rows, depth, reached, accepted)
         self.refresh()

@@ -1,11 +1,11 @@
 """The drafter: what an engine's requests will probably say next, from all sources, within a budget.
 
-Texts begin with START in every source, so a match knows whether it goes back to a response's beginning.
+Responses begin with START in every source, so a match knows whether it goes back to a response's beginning.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,24 +20,24 @@ from stretto.draft.calibration import Calibration
 from stretto.draft.cost import CostModel
 from stretto.draft.estimates import advance_prompts
 from stretto.draft.tree import Matches, Rules, grow, room_for
-from stretto.history.automaton import LivePool, match_live
+from stretto.history.automaton import LivePool, find_text, match_live
 from stretto.history.frozen import Arena, advance_all, freeze
 from stretto.history.index import LARGEST_TOKEN, HistoryIndex
 from stretto.records import IntArray, Request, Rollout, prompt_uid
 
 START = LARGEST_TOKEN  # no tokenizer's
 DEPTHS = 8  # depths that are counted one by one; the last with all below
-IDLE_GROUPS = 64  # kept for siblings that have not begun yet
+IDLE_GROUPS = 64  # prompts kept for responses that have not begun yet
+GENERATION = 200_000  # tokens
 
 
 @dataclass(slots=True)
 class _Group:
-    """The live automata of one group."""
+    """The prompt of one group."""
 
-    siblings: int
-    prompt: int
-    prompt_state: int  # the match of the whole prompt in itself, and its length
-    prompt_length: int
+    automaton: int
+    state: int  # the match of the whole prompt in itself, and its length
+    length: int
     users: int = 0
 
 
@@ -85,9 +85,11 @@ class _Counters:
 class HistoryDrafter:
     """A `stretto.engine.Drafter`. One per engine; `index` may serve several, one after the other.
 
-    Everything is by slot: where each request is in its prompt's history, in its group's responses in flight, and in
-    its prompt. `clock` returns seconds and is read for `metrics` alone. `wait`: histories that are being built are
-    waited for, so that drafts do not depend on timing.
+    Everything is by slot: where each request is in its prompt's history, among the responses in flight, and in its
+    prompt. The source "siblings" is one automaton over all responses in flight, those of the request's group and its
+    own among them. Requests that begin after it took in `generation` tokens go to a new one, and it is closed when its
+    last request has ended. `clock` returns seconds and is read for `metrics` alone. `wait`: histories that are being
+    built are waited for, so that drafts do not depend on timing.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class HistoryDrafter:
         noise_aware: bool = True,
         probabilities: bool = True,
         wait: bool = True,
+        generation: int = GENERATION,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         def column(value: int = 0) -> IntArray:
@@ -110,12 +113,14 @@ class HistoryDrafter:
         self.calibration = Calibration()
         self._sources = frozenset(sources)
         self._rules = Rules(max_nodes, noise_aware, probabilities)
-        self._wait, self._clock = wait, clock
+        self._wait, self._generation, self._clock = wait, generation, clock
         self._pool = LivePool()
         self._groups: OrderedDict[int, _Group] = OrderedDict()  # the one used longest ago first
         self._request_group = column(-1)
         self._key = np.zeros(slots, np.uint64)
         self._handle, self._state, self._length = column(-1), column(), column()
+        self._newest = -1  # of the automata of responses in flight
+        self._users: Counter[int] = Counter()  # of each of them
         self._siblings, self._last = column(-1), column()
         self._prompt, self._prompt_state, self._prompt_length = column(-1), column(), column()
         self._grown = room_for(slots, max_nodes)
@@ -138,12 +143,15 @@ class HistoryDrafter:
         group = self._group(request)
         group.users += 1
         self._request_group[slot] = request.group
-        self._siblings[slot] = group.siblings
-        self._last[slot] = self._pool.root(group.siblings) if group.siblings >= 0 else 0
-        self._prompt[slot] = group.prompt
-        self._prompt_state[slot], self._prompt_length[slot] = group.prompt_state, group.prompt_length
+        self._prompt[slot] = group.automaton
         tokens = np.concatenate([[START], request.token_ids]).astype(np.int64)
-        self._follow(np.array([slot]), np.array([tokens.size]), tokens)
+        one = np.array([slot])
+        self._follow(one, np.ones(1, np.int64), tokens[:1])
+        # A response goes on from its prompt, in which there is no START.
+        self._prompt_state[slot], self._prompt_length[slot] = group.state, group.length
+        self._follow(one, np.array([tokens.size - 1]), tokens[1:])
+        if "siblings" in self._sources:
+            self._join(slot, tokens)
         lengths = self._lengths.get(uid)
         self.budget.begin(slot, lengths.tokens / lengths.responses if lengths else None)
         self._counters.begin_seconds += self._clock() - began
@@ -154,16 +162,17 @@ class HistoryDrafter:
         if self._handle[slot] >= 0:
             self.index.close(int(self._handle[slot]))
             self._handle[slot] = -1
+        if self._siblings[slot] >= 0:
+            self._leave(slot)
         name = int(self._request_group[slot])
         self._groups[name].users -= 1
         self._groups.move_to_end(name)
         self._request_group[slot] = -1
         idle = [group for group, entry in self._groups.items() if not entry.users]
         for group in idle[: max(0, len(idle) - IDLE_GROUPS)]:
-            entry = self._groups.pop(group)
-            for handle in (entry.siblings, entry.prompt):
-                if handle >= 0:
-                    self._pool.close(handle)
+            automaton = self._groups.pop(group).automaton
+            if automaton >= 0:
+                self._pool.close(automaton)
 
     def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
         began = self._clock()
@@ -208,6 +217,8 @@ class HistoryDrafter:
             self._counters.add(drafts, verified)
         self.budget.learn(drafts, verified, slots)
         self._follow(slots, verified.emitted, token_ids)
+        if "siblings" in self._sources:
+            self._say(slots, verified.emitted, token_ids)
         self._counters.observe_seconds += self._clock() - began
 
     # ---- the run's side -------------------------------------------------------------------------------
@@ -242,16 +253,20 @@ class HistoryDrafter:
         """What was learned from verification; histories are rebuilt from the log by `remember`."""
         return {"calibration": self.calibration.state_dict(), "budget": self.budget.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, budget: bool = True) -> None:
+        """`budget`: the state is of a budget of the same kind, and that is loaded too."""
         self.calibration.load_state_dict(state["calibration"])
-        self.budget.load_state_dict(state["budget"])
+        if budget:
+            self.budget.load_state_dict(state["budget"])
 
     def metrics(self) -> dict[str, float]:
         """Under `spec/`, since the last call: what each source proposed and what of it was accepted, acceptance by
-        depth of the nodes that were put to the test, seconds; and the index's sizes now.
+        depth of the nodes that were put to the test, seconds; and sizes now, of the index
+        and of the automata in flight.
         """
         found, self._counters = self._counters.metrics(), _Counters()
         found |= {f"spec/index/{name}": value for name, value in self.index.metrics().items()}
+        found |= {f"spec/live/{name}": value for name, value in self._pool.metrics().items()}
         return found | self.budget.metrics() | self.calibration.metrics()
 
     # ---- inside ---------------------------------------------------------------------------------------
@@ -261,7 +276,6 @@ class HistoryDrafter:
             self._groups.move_to_end(request.group)
             return self._groups[request.group]
         pool = self._pool
-        siblings = pool.open() if "siblings" in self._sources else -1
         prompt, state, length = -1, 0, 0
         if "prompt" in self._sources:
             prompt = pool.open()
@@ -270,8 +284,41 @@ class HistoryDrafter:
             pool.extend(np.array([prompt]), last, np.array([size]), request.prompt_ids.astype(np.int64))
             state = match_live(pool.arrays, int(last[0]))
             length = int(pool.arrays.length[state])
-        group = self._groups[request.group] = _Group(siblings, prompt, state, length)
+        group = self._groups[request.group] = _Group(prompt, state, length)
         return group
+
+    def _join(self, slot: int, tokens: IntArray) -> None:
+        """A response that says `tokens` so far is in flight in `slot`."""
+        pool, newest = self._pool, self._newest
+        if newest < 0 or pool.arrays.counts[pool.root(newest)] > self._generation:
+            self._newest = pool.open()
+            if newest >= 0 and not self._users[newest]:
+                pool.close(newest)
+            newest = self._newest
+        self._users[newest] += 1
+        self._siblings[slot] = newest
+        found = find_text(pool.arrays, newest, tokens)
+        if tokens.size > 1 and found >= 0:  # resumed: what it said before is there
+            self._last[slot] = found
+        else:
+            self._last[slot] = pool.root(newest)
+            self._say(np.array([slot]), np.array([tokens.size]), tokens)
+
+    def _leave(self, slot: int) -> None:
+        """The response in `slot` is no longer in flight; what it said is forgotten with its generation."""
+        handle = int(self._siblings[slot])
+        self._siblings[slot] = -1
+        self._users[handle] -= 1
+        if not self._users[handle]:
+            del self._users[handle]
+            if handle != self._newest:
+                self._pool.close(handle)
+
+    def _say(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
+        """Add the new tokens of the requests in `slots` (R,) to the responses in flight."""
+        last = self._last[slots]
+        self._pool.extend(self._siblings[slots], last, counts, tokens)
+        self._last[slots] = last
 
     def _matches(self, slots: IntArray) -> Matches:
         return Matches(
@@ -286,16 +333,12 @@ class HistoryDrafter:
         )
 
     def _follow(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
-        """Take the requests in `slots` (R,) over their new tokens, in every source."""
+        """Take the requests in `slots` (R,) over their new tokens, in the sources that these do not change."""
         if "history" in self._sources:
             state, length = self._state[slots], self._length[slots]
             bases = self.index.bases(self._handle[slots])
             advance_all(self.index.arrays(), bases, state, length, counts, tokens)
             self._state[slots], self._length[slots] = state, length
-        if "siblings" in self._sources:
-            last = self._last[slots]
-            self._pool.extend(self._siblings[slots], last, counts, tokens)
-            self._last[slots] = last
         if "prompt" in self._sources:
             state, length = self._prompt_state[slots], self._prompt_length[slots]
             advance_prompts(self._pool.arrays, self._prompt[slots], state, length, counts, tokens)
@@ -311,6 +354,7 @@ def compile_kernels() -> None:
     group, last = np.array([pool.open()]), np.zeros(1, np.int64)
     last[0] = pool.root(int(group[0]))
     pool.extend(group, last, size, text)
+    find_text(pool.arrays, int(group[0]), text)
     state, length = np.array([match_live(pool.arrays, int(last[0]))]), one.copy()
     advance_prompts(pool.arrays, group, state, length, one, text[:0])
     arena = Arena(weighted=True)

@@ -274,9 +274,9 @@ class EmbeddedEngine:
         # The response's last token needs no successor.
         room = columns.limit[batch] - columns.length[batch] - 1
         most = self._max_num_batched_tokens - packed
-        drafts = self._drafter.propose(
-            batch, columns.length[batch] - columns.prompt_length[batch], room, packed, most
-        )
+        generated = columns.length[batch] - columns.prompt_length[batch]
+        drafts = self._drafter.propose(batch, generated, room, packed, most)
+        verify.refuse_unfit(drafts, room, most)
         all_counts = np.zeros(slots.size, np.int64)
         all_counts[ready] = drafts.counts
         drafts.counts = all_counts

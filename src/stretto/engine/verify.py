@@ -1,7 +1,7 @@
 """The walk down a draft's tree that verifies it.
 
-Sampling is keyed, so verification is equality: from the newest token
-on, draw what plain decoding would draw, and go on at the child with that token while there is one.
+Sampling is keyed, so verification is equality: from the newest token on, draw what plain decoding would draw, and go
+on at the child with that token while there is one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,22 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stretto.draft import Drafts, Verified
+from stretto.draft import MAX_NODES, Drafts, Verified
 from stretto.records import BoolArray, FloatArray, IntArray
 from stretto.sampling import Sampled, kernel
+
+
+def refuse_unfit(drafts: Drafts, room: IntArray, most: int) -> None:
+    """Raise RuntimeError for trees that a drafter must not propose: memory behind a response ends after MAX_NODES.
+
+    `room` (R,) is how deep each may be, `most` how many nodes there may be in all.
+    """
+    deepest = np.repeat(room, drafts.counts)
+    if drafts.token_ids.size > most or (drafts.counts > MAX_NODES).any() or (drafts.depth > deepest).any():
+        raise RuntimeError(
+            f"the drafter proposed {drafts.token_ids.size} nodes where {most} fit, a tree of "
+            f"{int(drafts.counts.max(initial=0))} where {MAX_NODES} fit, or one deeper than its response can go on"
+        )
 
 
 @kernel()

@@ -90,6 +90,18 @@ def match_live(pool: Pool, last: int) -> int:
 
 
 @kernel()
+def find_text(pool: Pool, group: int, tokens: IntArray) -> int:
+    """The state of the string `tokens` (N,) in `group`, or -1."""
+    state = int(pool.roots[group])
+    for token in tokens:
+        edge = find_live(pool, group, state, token)
+        if edge < 0:
+            return -1
+        state = int(pool.target[edge])
+    return state
+
+
+@kernel()
 def new_state(pool: Pool, root: int, length: int, count: float) -> int:
     state = int(pool.top[FREE_STATE])
     if state >= 0:

@@ -33,7 +33,7 @@ import numpy as np
 from stretto.errors import StrettoError, nearest
 from stretto.history.automaton import TokenArray, WeightArray
 from stretto.history.frozen import Arena, Frozen, freeze
-from stretto.records import FloatArray, IntArray, Rollout, State
+from stretto.records import FloatArray, IntArray
 
 Weight = Literal["count", "reward", "recency", "probability"]
 Response = tuple[IntArray, FloatArray, float]
@@ -43,7 +43,7 @@ LARGEST_TOKEN = 2**31 - 1
 LARGEST_ADVANTAGE = 2.0
 ARENA_SHARE = 4  # of the memory bound, one part is reserved for automata in use, which then need not move
 GIBIBYTE = 1 << 30
-ENDED = (State.FINISHED, State.SCORED, State.CONSUMED)
+LARGEST_RESERVE = 1 << 28  # bytes, of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ Jobs = SimpleQueue[tuple["Future[Built]", Callable[[], Built]] | None]
 class HistoryIndex:
     """Responses by prompt and visit, and automata over them. For one calling thread.
 
-    A failure of the building thread is raised by the next call of `add`, `prepare`, `wait`, `build` or `open`.
+    A failure of the building thread is raised by the next call of `add`, `prepare`, `wait` or `open`.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class HistoryIndex:
         self._max_bytes = max_bytes
         self._clock = clock
         self._histories: dict[str, _History] = {}  # the one that longest had no new responses first
-        self._arena = Arena(weighted=weight != "count", reserve=max_bytes // ARENA_SHARE)
+        reserve = min(max_bytes // ARENA_SHARE, LARGEST_RESERVE)
+        self._arena = Arena(weighted=weight != "count", reserve=reserve)
         self._open: dict[int, _Open] = {}
         self._jobs: dict[tuple[str, int], Future[Built]] = {}  # by uid and revision
         self._queue: Jobs | None = None
@@ -142,13 +143,6 @@ class HistoryIndex:
             self._histories[uid] = history
         self._keep_within_bounds()
 
-    def load(self, rollouts: Iterable[Rollout]) -> None:
-        """Store logged rollouts: those that came to an end by themselves; others are passed over."""
-        for rollout in rollouts:
-            if rollout.outcome in ENDED:
-                response = (rollout.token_ids, rollout.logprobs, rollout.reward)
-                self.add(rollout.prompt.uid, rollout.visit, [response])
-
     def _text(self, uid: str, visit: int, place: int, response: Response) -> _Text:
         tokens, logprobs, reward = response
         where = f"history of prompt {uid}, visit {visit}, response {place}"
@@ -161,7 +155,8 @@ class HistoryIndex:
                 raise StrettoError(f"{where}: {len(tokens)} tokens, but {len(logprobs)} log-probs")
             if np.isnan(logprobs).any() or (logprobs > 0).any():
                 raise StrettoError(f'{where}: a log-prob is NaN or above 0; weight = "count" needs none')
-            probabilities = np.exp(logprobs).astype(np.float32)
+            # Rounded first, as they are in the log: histories must be the same live and rebuilt from it.
+            probabilities = np.exp(logprobs.astype(np.float32))
         return _Text(tokens.astype(np.int32), probabilities, float(reward))
 
     def _changed(self, history: _History) -> None:
@@ -169,11 +164,14 @@ class HistoryIndex:
         history.revision = self._revision
 
     def _keep_within_bounds(self) -> None:
+        rebuilt: dict[str, _History] = {}  # what lost a visit of those that an automaton was wanted of
         while self._text_bytes + self._automaton_bytes + self._arena.nbytes > self._max_bytes:
             uid = next((uid for uid, history in self._histories.items() if not history.pins), None)
             if uid is None:
-                return
+                break
             history = self._histories[uid]
+            if history.automaton is not None or (uid, history.revision) in self._jobs:
+                rebuilt[uid] = history
             self._text_bytes -= sum(text.nbytes for text in history.visits.pop(min(history.visits)))
             self._since["dropped_visits"] += 1
             self._replace(history, None)
@@ -181,40 +179,54 @@ class HistoryIndex:
             history.built = history.revision - 1  # builds under way still contain that visit
             if not history.visits:
                 del self._histories[uid]
+                rebuilt.pop(uid, None)
                 self._since["dropped_prompts"] += 1
+        for uid, history in rebuilt.items():
+            self._submit(uid, history)
 
     # ---- automata -------------------------------------------------------------------------------------
 
-    def build(self, uids: Iterable[str]) -> None:
-        """Build the automata of these prompts that are missing or out of date, now; unknown prompts have none."""
+    def prepare(self, uids: Iterable[str]) -> None:
+        """Build the automata of these prompts that are missing or out of date, in the background.
+
+        Prompts without responses have none.
+        """
         self._collect()
         for uid in uids:
             history = self._histories.get(uid)
             if history is not None and history.built != history.revision:
-                self._adopt(uid, history.revision, _build(self._weight, _visits(history), self._clock))
-        self._keep_within_bounds()
-
-    def prepare(self, uids: Iterable[str]) -> None:
-        """`build` in the background."""
-        self._collect()
-        for uid in uids:
-            history = self._histories.get(uid)
-            if history is None or history.built == history.revision or (uid, history.revision) in self._jobs:
-                continue
-            if self._queue is None:
-                self._queue = SimpleQueue()
-                Thread(target=_work, args=(self._queue,), name="history-index", daemon=True).start()
-                weakref.finalize(self, self._queue.put, None)
-            future: Future[Built] = Future()
-            self._jobs[uid, history.revision] = future
-            self._queue.put((future, _job(self._weight, _visits(history), self._clock)))
+                self._submit(uid, history)
 
     def wait(self, uids: Iterable[str]) -> None:
-        """`prepare`, and return when these prompts' automata are up to date."""
+        """`prepare`, and return when these prompts' automata are up to date.
+
+        Those that the thread has not come to are built here, so that nobody waits for other prompts' builds.
+        """
         wanted = set(uids)
         self.prepare(wanted)
-        wait([future for (uid, _), future in self._jobs.items() if uid in wanted])
-        self._collect()
+        while jobs := [job for job in self._jobs if job[0] in wanted]:
+            uid, revision = jobs[-1]  # the thread comes to it last
+            if self._jobs[uid, revision].cancel():
+                del self._jobs[uid, revision]
+                history = self._histories.get(uid)
+                if history is not None and history.revision == revision:
+                    self._adopt(uid, revision, _build(self._weight, _visits(history), self._clock))
+                    self._keep_within_bounds()
+            else:
+                wait([self._jobs[uid, revision]])
+                self._collect()
+
+    def _submit(self, uid: str, history: _History) -> None:
+        """Have the thread build this prompt's automaton, unless it is about to."""
+        if (uid, history.revision) in self._jobs:
+            return
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            Thread(target=_work, args=(self._queue,), name="history-index", daemon=True).start()
+            weakref.finalize(self, self._queue.put, None)
+        future: Future[Built] = Future()
+        self._jobs[uid, history.revision] = future
+        self._queue.put((future, _job(self._weight, _visits(history), self._clock)))
 
     def open(self, uid: str) -> int:
         """A handle of the prompt's newest automaton that is ready, pinned until `close`; -1 if there is none.
@@ -315,6 +327,8 @@ def _work(jobs: Jobs) -> None:
     """The building thread: knows the queue only, so that an index nobody uses any more can go."""
     while (job := jobs.get()) is not None:
         future, build = job
+        if not future.set_running_or_notify_cancel():
+            continue
         try:
             future.set_result(build())
         except Exception as error:  # noqa: BLE001 -- raised again in `HistoryIndex._collect`
