@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from safetensors.torch import load_file
 
 import stretto
+from stretto.assemble import read_inputs
 from stretto.config import Config, DataConfig, load_config
+from stretto.drafting import read_earlier
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.observe.progress import SilentReporter
@@ -133,6 +136,9 @@ def test_history_is_warm_from_another_runs_log(undisturbed: Path, tmp_path: Path
     other = small(tmp_path, "other", **warm).model_copy(update={"data": DataConfig()})
     with pytest.raises(StrettoError, match=r"history\.warm_from: none of the 18 responses in"):
         Trainer(other, data=[{"prompt": "Ann says Bo is a knave ."}]).run()
+    config = small(tmp_path, "vocabulary", **warm)
+    with pytest.raises(StrettoError, match=r"history\.warm_from: .* but this model has 10 tokens"):
+        read_earlier(config, replace(read_inputs(config), vocabulary=10))
     nonsense = small(tmp_path, "nonsense", **{**cold, "history.warm_from": str(tmp_path / "nothing")})
     with pytest.raises(StrettoError, match=r"history\.warm_from: .*nothing is not a run folder"):
         Trainer(nonsense).run()
