@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from stretto import sampling
 from stretto.engine.embedded import EmbeddedEngine
@@ -183,3 +184,27 @@ def assert_same(run: Run, request: Request, answer: Answer) -> None:
 
 def copies(count: int, prompt: int = 2) -> list[Request]:
     return [make_request(i, prompt, i, SamplingParams(max_new_tokens=5)) for i in range(count)]
+
+
+def any_schedule(data: st.DataObject, run: Run, order: Sequence[int]) -> None:
+    """Submit, step, stop and resume the requests of these numbers in any way, until all have ended."""
+    waiting = list(order)
+    parked: list[int] = []
+    while waiting or parked or run.engine.has_work:
+        action = data.draw(st.sampled_from(["submit", "step", "step", "stop", "resume"]))
+        if action == "submit" and waiting:
+            count = data.draw(st.integers(1, len(waiting)))
+            run.submit(*(REQUESTS[i] for i in waiting[:count]))
+            waiting = waiting[count:]
+        elif action == "stop":
+            live = [i for i in run.tokens if i not in run.reason and i not in parked]
+            chosen = [i for i in live if data.draw(st.booleans())][:2]
+            run.stop(chosen)
+            parked += chosen
+            run.step()
+            parked = [i for i in parked if i not in run.reason]
+        elif action == "resume" and parked:
+            run.resume(REQUESTS[parked.pop(0)])
+        else:
+            for _ in range(data.draw(st.integers(1, 6))):
+                run.step()

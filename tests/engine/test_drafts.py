@@ -27,6 +27,7 @@ from tests.engine.runs import (
     REQUESTS,
     Answer,
     Run,
+    any_schedule,
     assert_same,
     expected,
     make_engine,
@@ -68,25 +69,8 @@ def test_same_tokens_under_any_drafts_and_schedule(family: str, data: st.DataObj
             2, rows, length, heads, size, torch.float64, torch.device("cpu")
         )
     run = Run(engine)
-    waiting = data.draw(st.permutations(range(len(REQUESTS))), label="order")[:6]
-    order = list(waiting)
-    parked: list[int] = []
-    while waiting or parked or engine.has_work:
-        action = data.draw(st.sampled_from(["submit", "step", "step", "stop", "resume"]))
-        if action == "submit" and waiting:
-            run.submit(*(REQUESTS[i] for i in waiting[:3]))
-            waiting = waiting[3:]
-        elif action == "stop":
-            live = [i for i in run.tokens if i not in run.reason and i not in parked]
-            run.stop(live[:1])
-            parked += live[:1]
-            run.step()
-            parked = [i for i in parked if i not in run.reason]
-        elif action == "resume" and parked:
-            run.resume(REQUESTS[parked.pop(0)])
-        else:
-            for _ in range(data.draw(st.integers(1, 6))):
-                run.step()
+    order = data.draw(st.permutations(range(len(REQUESTS))), label="order")[:6]
+    any_schedule(data, run, order)
     for i in order:
         assert_same(run, REQUESTS[i], answers[i])
 

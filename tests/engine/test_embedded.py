@@ -18,6 +18,7 @@ from tests.engine.runs import (
     LENGTH,
     REQUESTS,
     Run,
+    any_schedule,
     assert_same,
     copies,
     expected,
@@ -56,26 +57,7 @@ def test_same_tokens_under_any_schedule(family: str, data: st.DataObject) -> Non
         )
     run = Run(engine)
     order = data.draw(st.permutations(range(len(REQUESTS))), label="order")[:6]
-    waiting = list(order)
-    parked: list[int] = []
-    while waiting or parked or engine.has_work:
-        action = data.draw(st.sampled_from(["submit", "step", "step", "stop", "resume"]))
-        if action == "submit" and waiting:
-            count = data.draw(st.integers(1, len(waiting)))
-            run.submit(*(REQUESTS[i] for i in waiting[:count]))
-            waiting = waiting[count:]
-        elif action == "stop":
-            live = [i for i in run.tokens if i not in run.reason and i not in parked]
-            chosen = [i for i in live if data.draw(st.booleans())][:2]
-            run.stop(chosen)
-            parked += chosen
-            run.step()
-            parked = [i for i in parked if i not in run.reason]
-        elif action == "resume" and parked:
-            run.resume(REQUESTS[parked.pop(0)])
-        else:
-            for _ in range(data.draw(st.integers(1, 6))):
-                run.step()
+    any_schedule(data, run, order)
     for i in order:
         assert_same(run, REQUESTS[i], expected(family, i))
     assert engine.num_running == 0
