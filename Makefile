@@ -12,6 +12,10 @@
 #   make bench-draft    drafting replayed on recorded rollouts
 #   make study-kill     kill runs everywhere and compare, some 40 minutes; goes on where it stopped
 #   make study-flips    count float32 flips over a million tokens, some 15 minutes; goes on where it stopped
+#   make study-reuse    what the reuse modes do to training, some 40 minutes; goes on where it stopped
+#   make study-published   the published tables beside ours, simulated; goes on where it stopped
+#   make study-simulator   simulated runs beside real ones; goes on where it stopped
+#   make study-simulation  100,000 random worlds with all invariants, an hour or so; goes on where it stopped
 #   make clean      remove .venv and what the tools leave
 #
 # PYTHON=python3.12 chooses the interpreter; TORCH_INDEX_URL=https://... the index that torch comes from.
@@ -29,7 +33,7 @@ ifneq ($(shell $(PY) -c 'print(1)' 2>/dev/null),1)
 .PHONY: $(VENV)/.core $(VENV)/.dev
 endif
 
-.PHONY: help demo test check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips clean
+.PHONY: help demo test check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-published study-simulator study-simulation clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -65,8 +69,8 @@ smollm2: $(VENV)/.core
 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight: $(VENV)/.core
 	$(VENV)/bin/stretto bench $(@:bench-%=%) $(ARGS)
 
-study-kill study-flips: $(VENV)/.dev
-	$(PY) $(@:study-%=studies/%.py) $(ARGS)
+study-kill study-flips study-reuse study-published study-simulator study-simulation: $(VENV)/.dev
+	$(PY) -m $(@:study-%=studies.%) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from stretto.buffer import ENDED, Ledger
+from stretto.buffer import Ledger
 from stretto.records import State
+from stretto.requests import ENDED
 
 
 def check(ledger: Ledger) -> None:
@@ -24,17 +25,36 @@ def check(ledger: Ledger) -> None:
         assert all(c.worker[i - first] == worker for i in held)
     alive = set(range(first, first + c.size)) - ids(*ENDED)
     assert ledger.alive == len(alive)
-    for group, members in ledger.members.items():
+    groups = ledger.groups
+    for group, members in groups.members.items():
         states = [State(state[i - first]) for i in members]
+        assert State.DISCARDED not in states
         if all(s in ENDED for s in states):
-            assert any(i in ledger._to_log for i in members), "an ended group is kept only until it is logged"
+            assert group not in groups.unscored
+            assert group not in groups.ready
             continue
         unscored = sum(s not in (State.SCORED, *ENDED) for s in states)
-        assert ledger.unscored[group] == unscored
-        assert (group in ledger.ready_groups) == all(s == State.SCORED for s in states)
+        assert groups.unscored[group] == unscored
+        assert (group in groups.ready) == (unscored == 0)
+    living = {int(c.group[i - first]) for i in alive}
+    assert set(groups.unscored) == living
+    assert set(groups.ready) <= living
+    logged = {int(c.group[i - first]) for i in ledger._to_log}
+    assert set(groups.members) == set(groups.prompts) == living | logged, "kept until logged, and no longer"
+    check_staleness(ledger)
     for request_id, tokens in ledger.tokens.items():
         length = int(c.length[request_id - first])
         assert length == len(tokens.ids) == len(tokens.logprobs) == len(tokens.raw_logprobs)
         assert length == sum(count for _, _, count in tokens.runs)
     assert (c.length[: c.size] <= ledger.sampling.max_new_tokens).all()
     assert (c.accepted[: c.size] <= np.minimum(c.drafted, c.length)[: c.size]).all()
+
+
+def check_staleness(ledger: Ledger) -> None:
+    """With a gate, nothing that has ended is too old for the next update."""
+    if ledger.max_staleness is None:
+        return
+    c = ledger.columns
+    ended = np.isin(c.state[: c.size], (State.FINISHED, State.SCORED))
+    oldest = c.first_version[: c.size][ended]
+    assert (ledger.version - oldest[oldest >= 0] <= ledger.max_staleness).all()

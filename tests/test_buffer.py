@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stretto.alternatives import Alternatives
 from stretto.buffer import Ledger
 from stretto.records import (
     Finished,
@@ -14,6 +15,7 @@ from stretto.records import (
     Scored,
     State,
     Stopped,
+    Updated,
     WorkerDown,
     WorkerUp,
 )
@@ -54,6 +56,26 @@ def test_tokens_arrive_with_their_log_probs_and_versions() -> None:
     check(book)
 
 
+def test_alternatives_arrive_with_the_tokens_and_where_there_are_none_they_are_unknown() -> None:
+    book = ledger()
+    book.admit([(prompt(0), 0)], 2)
+    a, b = book.start([0, 1], worker=0)
+    first, later = progress([a, b], [[5], [6, 7]]), progress([b], [[8]])
+    first.top = Alternatives(np.array([[1], [2], [3]], np.int32), np.full((3, 1), -0.5, np.float32))
+    later.top = Alternatives(np.array([[4, 9]], np.int32), np.array([[-0.1, -3.0]], np.float32))
+    book.apply([first, later, progress([b], [[9]])])
+    one, two = book.rollout(0).top, book.rollout(1).top
+    assert one is not None
+    assert two is not None
+    assert one.token_ids.tolist() == [[1]]
+    assert two.token_ids.tolist() == [[2, -1], [3, -1], [4, 9], [-1, -1]]
+    assert two.logprobs == pytest.approx(
+        np.array([[-0.5, -np.inf], [-0.5, -np.inf], [-0.1, -3.0], [-np.inf, -np.inf]])
+    )
+    assert book.rollout(1).token_ids.tolist() == [6, 7, 8, 9]
+    check(book)
+
+
 def test_events_of_an_old_attempt_are_dropped_and_counted() -> None:
     book = ledger()
     book.admit([(prompt(0), 0)], 1)
@@ -74,7 +96,8 @@ def test_stop_keeps_or_drops_the_tokens(keep: bool, tokens: list[int], discarded
     book = ledger()
     book.admit([(prompt(0), 0)], 1)
     (request,) = book.start([0], worker=0)
-    assert book.stop([0], keep=keep) == {0: ([0], [1])}
+    book.stop([0], keep=keep)
+    assert book.take_stops() == {0: ([0], [1])}
     book.apply([progress([request], [[5]]), Stopped(0, 0, 1)])
     assert list(book.waiting) == [0]
     assert book.rollout(0).outcome == (State.PARKED if keep else State.PENDING)
@@ -98,14 +121,17 @@ def test_an_update_takes_whole_scored_groups_only() -> None:
     book.admit([(prompt(0), 0), (prompt(1), 0)], 2)
     requests = book.start(range(4), worker=0)
     book.apply([Finished(0, r.id, r.attempt, FinishReason.STOP) for r in requests])
-    book.apply([Scored(0, 1.0), Scored(2, 1.0), Scored(3, 0.0)])
+    book.apply([Scored(0, 1, 1.0), Scored(2, 1, 1.0), Scored(3, 1, 0.0)])
     with pytest.raises(ValueError, match="whole scored groups"):
         book.harvest([0, 2, 3])
+    with pytest.raises(ValueError, match="scored responses"):
+        book.harvest([1, 0, 2, 3])
     with pytest.raises(ValueError, match="whole scored groups"):
         book.harvest([2])
     assert [r.request_id for r in book.harvest([3, 2]).rollouts] == [2, 3]
-    book.apply([Scored(1, float("nan"), "timeout", message="took 30 s")])
-    assert list(book.ready_groups) == [0]
+    book.apply([Updated(1)])
+    book.apply([Scored(1, 1, float("nan"), "timeout", message="took 30 s")])
+    assert list(book.view.ready_groups) == [0]
     assert book.counters["reward_timeouts"] == 1
     check(book)
 
@@ -115,13 +141,14 @@ def test_finished_responses_are_reported_once_whatever_became_of_them() -> None:
     book.admit([(prompt(0), 0), (prompt(1), 0)], 1)
     requests = book.start([0, 1], worker=0)
     book.apply([progress(requests, [[1], [2]]), *(Finished(0, r.id, 1, FinishReason.STOP) for r in requests)])
-    book.apply([Scored(0, 1.0), Scored(1, 1.0)])
+    book.apply([Scored(0, 1, 1.0), Scored(1, 1, 1.0)])
     book.harvest([0])
     assert [(r.request_id, r.outcome) for r in book.take_finished()] == [
         (0, State.CONSUMED),
         (1, State.SCORED),
     ]
     assert book.take_finished() == []
+    book.apply([Updated(1)])
     assert [r.token_ids.tolist() for r in book.harvest([1]).rollouts] == [[2]]
 
 
@@ -131,12 +158,12 @@ def test_turns_alternate_and_the_environments_tokens_are_not_trained_on() -> Non
     (first,) = book.start([0], worker=0)
     (ended,) = book.apply([progress([first], [[1, 2]]), Finished(0, 0, 1, FinishReason.STOP)])
     assert (ended.outcome, ended.turn) == (State.WAITING, 0)
-    book.apply([Observed(0, np.array([30, 31]), done=False)])
+    book.apply([Observed(0, 1, np.array([30, 31]), done=False)])
     check(book)
     (second,) = book.start([0], worker=1)
     assert (second.token_ids.tolist(), second.turn_start) == ([1, 2, 30, 31], 4)
     book.apply([progress([second], [[3]], version=1), Finished(1, 0, 2, FinishReason.STOP)])
-    (finished,) = book.apply([Observed(0, np.array([], np.int64), done=True)])
+    (finished,) = book.apply([Observed(0, 2, np.array([], np.int64), done=True)])
     assert finished.outcome == State.FINISHED
     assert finished.loss_mask.tolist() == [True, True, False, False, True]
     assert finished.versions.tolist() == [0, 0, 0, 0, 1]
@@ -148,7 +175,7 @@ def test_an_observation_that_leaves_no_room_ends_the_response() -> None:
     book.admit([(prompt(0), 0)], 1)
     (first,) = book.start([0], worker=0)
     book.apply([progress([first], [[1, 2]]), Finished(0, 0, 1, FinishReason.STOP)])
-    (finished,) = book.apply([Observed(0, np.array([30, 31]), done=False)])
+    (finished,) = book.apply([Observed(0, 1, np.array([30, 31]), done=False)])
     assert finished.finish_reason == FinishReason.LENGTH
     assert finished.token_ids.tolist() == [1, 2]
 
@@ -159,7 +186,7 @@ def test_a_ledger_is_restored_from_what_was_in_flight() -> None:
     requests = book.start(range(5), worker=0)
     book.apply([progress(requests, [[i, i + 1] for i in range(5)], version=1)])
     book.apply([Finished(0, i, 1, FinishReason.STOP) for i in (0, 1, 2)])
-    book.apply([Scored(0, 0.5, parts={"a": 0.5}), Scored(1, 1.0)])
+    book.apply([Scored(0, 1, 0.5, parts={"a": 0.5}), Scored(1, 1, 1.0)])
     book.harvest([0, 1])
     book.take_finished()
     copy = ledger()
@@ -189,5 +216,5 @@ def test_an_observation_must_leave_room_in_the_context() -> None:
     book.admit([(prompt(0), 0)], 1)
     (first,) = book.start([0], worker=0)
     book.apply([progress([first], [[1, 2]]), Finished(0, 0, 1, FinishReason.STOP)])
-    (finished,) = book.apply([Observed(0, np.array([30, 31, 32]), done=False)])
+    (finished,) = book.apply([Observed(0, 1, np.array([30, 31, 32]), done=False)])
     assert finished.finish_reason == FinishReason.LENGTH

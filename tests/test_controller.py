@@ -1,14 +1,23 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
+from typing import Any, Literal
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.config import ScheduleConfig
+from stretto.config.checks import USED_BY
+from stretto.config.schedules import Kind
 from stretto.records import State, WorkerDown, WorkerUp
 from tests.world import World, long_tailed
+
+
+def schedule(kind: Kind, **knobs: Any) -> ScheduleConfig:
+    """Without the knobs that the kind has not."""
+    return ScheduleConfig(
+        kind=kind, **{key: value for key, value in knobs.items() if kind in USED_BY.get(key, (kind,))}
+    )
 
 
 def synchronous(prompts: int, samples: int) -> ScheduleConfig:
@@ -86,9 +95,7 @@ def test_any_schedule_ends_with_every_response_consumed_once(
     seed: int,
     reward_seconds: float,
 ) -> None:
-    config = ScheduleConfig(
-        kind=kind, prompts=prompts, samples=samples, max_staleness=staleness, running=running
-    )
+    config = schedule(kind, prompts=prompts, samples=samples, max_staleness=staleness, running=running)
     world = World(
         config, length=long_tailed(seed), workers=workers, slots=slots, reward_seconds=reward_seconds
     ).run(4)
@@ -102,8 +109,8 @@ def test_any_schedule_ends_with_every_response_consumed_once(
 def test_workers_that_die_cost_no_response(kind: Literal["synchronous", "async"], seed: int) -> None:
     """Two of three are taken for dead while they still report; one comes back, with old weights and old work."""
     draw = random.Random(seed)
-    config = ScheduleConfig(
-        kind=kind, prompts=draw.randint(1, 4), samples=draw.randint(1, 4), max_staleness=draw.randint(0, 2)
+    config = schedule(
+        kind, prompts=draw.randint(1, 4), samples=draw.randint(1, 4), max_staleness=draw.randint(0, 2)
     )
     slots = draw.randint(1, 6)
     world = World(config, length=long_tailed(seed), workers=3, slots=slots, max_new_tokens=300)

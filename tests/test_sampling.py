@@ -236,6 +236,45 @@ def test_torch_operations_choose_the_same(vocabulary: int) -> None:
     assert np.abs(noise.numpy() - expected).max() < 1e-13
 
 
+@pytest.mark.parametrize(
+    "how", [columns(20), columns(20, 0.7, top_k=3), columns(20, top_p=0.6), columns(20, 0.0)]
+)
+def test_alternatives_are_the_most_probable_tokens(how: SamplingColumns) -> None:
+    logits, keys, positions = draw_logits(3, 20, 50, 3.0)
+    plain = sample(logits, keys, positions, how)
+    drawn = sample(logits, keys, positions, how, alternatives=5)
+    on_device = sampling_torch.sample_on_device(torch.tensor(logits), keys, positions, how, 5)
+    assert plain.top.token_ids.shape == (20, 0)
+    np.testing.assert_array_equal(drawn.token_ids, plain.token_ids)
+    np.testing.assert_array_equal(on_device.top.token_ids, drawn.top.token_ids)
+    np.testing.assert_allclose(on_device.top.logprobs, drawn.top.logprobs, rtol=1e-6)
+    for row in range(20):
+        ids, known = (
+            drawn.top.token_ids[row],
+            dict(zip(drawn.top.token_ids[row].tolist(), drawn.top.logprobs[row].tolist(), strict=True)),
+        )
+        temperature, top_k = float(how.temperature[row]), int(how.top_k[row])
+        kept = plain_support(logits[row], temperature or 1e-9, top_k, float(how.top_p[row]), 0.0)
+        kept = kept if temperature else kept[:1]
+        assert ids.tolist() == (kept + [-1] * 5)[:5]
+        weights = np.exp((logits[row] - logits[row].max()) / (temperature or 1e-9))
+        for token in kept[:5]:
+            assert known[token] == pytest.approx(math.log(weights[token] / weights[kept].sum()), abs=1e-5)
+        if int(drawn.token_ids[row]) in known:
+            assert known[int(drawn.token_ids[row])] == pytest.approx(drawn.logprobs[row], abs=1e-6)
+
+
+def test_more_alternatives_than_there_are_tokens() -> None:
+    logits, keys, positions = draw_logits(4, 3, 4, 1.0)
+    for drawn in (
+        sample(logits, keys, positions, columns(3), alternatives=6),
+        sampling_torch.sample_on_device(torch.tensor(logits), keys, positions, columns(3), 6),
+    ):
+        np.testing.assert_array_equal(np.sort(drawn.top.token_ids[:, :4]), np.tile(np.arange(4), (3, 1)))
+        assert (drawn.top.token_ids[:, 4:] == -1).all()
+        assert np.isneginf(drawn.top.logprobs[:, 4:]).all()
+
+
 def test_bfloat16_logits_are_sampled_as_what_they_are() -> None:
     logits, keys, positions = draw_logits(2, 20, 50, 2.0)
     short = torch.from_numpy(logits).bfloat16()

@@ -12,6 +12,7 @@ from stretto.config import ScheduleConfig
 from stretto.controller import Controller
 from stretto.engine.simulated import SimulatedEngine, StepCost
 from stretto.fleet.in_process import InProcessFleet
+from stretto.history.lengths import Ended, LengthHistory
 from stretto.records import (
     Event,
     Prompt,
@@ -23,7 +24,7 @@ from stretto.records import (
     Updated,
 )
 from stretto.runtime import SimulatedRuntime
-from stretto.schedule import make_schedule
+from stretto.schedule import ledger_options, make_schedule
 from stretto.weights import WeightsRef
 from tests.invariants import check
 
@@ -59,12 +60,17 @@ class World:
         max_new_tokens: int = 1000,
         cost: StepCost | None = None,
         checked: bool = True,
+        reward: Callable[[Rollout], float] = lambda rollout: float(rollout.request_id % 2),
     ) -> None:
         self.runtime = SimulatedRuntime()
-        self.ledger = Ledger(SamplingParams(max_new_tokens=max_new_tokens), now=self.runtime.now)
+        self.ledger = Ledger(
+            SamplingParams(max_new_tokens=max_new_tokens), now=self.runtime.now, **ledger_options(config)
+        )
+        self.lengths = LengthHistory()
         self.engines = [
             SimulatedEngine(self.runtime, length, worker=w, slots=slots, cost=cost) for w in range(workers)
         ]
+        self.reward = reward
         self.reward_seconds, self.train_seconds, self.checked = reward_seconds, train_seconds, checked
         self.version = 0
         self.batches: list[UpdateBatch] = []
@@ -72,7 +78,7 @@ class World:
         self.controller = Controller(
             self.runtime,
             self.ledger,
-            make_schedule(config),
+            make_schedule(config, self.lengths),
             InProcessFleet(self.engines, self.runtime.post),
             rewards=self,
             prompts=Rows(rows),
@@ -96,11 +102,14 @@ class World:
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            self.runtime.post(Scored(rollout.request_id, float(rollout.request_id % 2)), self.reward_seconds)
+            scored = Scored(rollout.request_id, rollout.attempt, self.reward(rollout))
+            self.runtime.post(scored, self.reward_seconds)
 
     def begin(self, batch: UpdateBatch) -> None:
         self.version += 1
         self.runtime.post(Updated(self.version), self.train_seconds)
+
+    def accumulate(self, batch: UpdateBatch) -> None: ...
 
     def publish(self) -> WeightsRef:
         return WeightsRef(self.version, "copy", {})
@@ -109,7 +118,9 @@ class World:
         self.batches.append(batch)
 
     def updated(self, event: Updated) -> None:
-        self.ledger.take_finished()
+        finished = [r for r in self.ledger.take_finished() if r.finish_reason]
+        length = self.ledger.view.length  # the simulated engine leaves the tokens out
+        self.lengths.observe_lengths([Ended.of(r, length(r.request_id)) for r in finished])
 
     def publishing(self) -> None: ...
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,14 +24,18 @@ from stretto.draft.cost import CostModel
 from stretto.draft.drafter import HistoryDrafter
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.errors import StrettoError
+from stretto.fleet.process import FleetDrafter, ProcessFleet
 from stretto.history.index import HistoryIndex
-from stretto.model import load_model_config, load_tokenizer
-from stretto.records import IntArray, Prompt, Request, SamplingParams
+from stretto.model import load_model, load_model_config, load_tokenizer
+from stretto.records import Event, IntArray, Prompt, Request, SamplingParams
+from stretto.schedule import make_schedule
 from stretto.tasks.prompts import tokenize_rows
 from stretto.tasks.sources import Data, load_data
 
 PER_NODE = 1.5e-6
 """Seconds that growing and following a drafted node takes, measured on two x86-64 cores."""
+PER_DRAFT = 2.5e-4
+"""Seconds that packing, walking and keeping trees adds to a step that has any, measured on two x86-64 cores."""
 
 
 @dataclass(slots=True)
@@ -135,21 +143,23 @@ def sampling_params(
 def make_engine(
     config: Config,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     max_model_len: int,
     clock: Callable[[], float],
     drafter: HistoryDrafter | None = None,
+    worker: int = 0,
 ) -> EmbeddedEngine:
-    """An embedded engine around `model`; `clock` is the runtime's."""
+    """An embedded engine around `model`; `clock` is the runtime's. Only stop strings need the tokenizer."""
     return EmbeddedEngine(
         model,
         tokenizer,
-        worker=0,
+        worker=worker,
         max_num_seqs=config.engine.max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         clock=clock,
         drafter=drafter,
+        alternatives=config.history.alternatives,
     )
 
 
@@ -189,9 +199,21 @@ def measure_steps(
             engine.step()
         return (clock() - began) / steps
 
-    rounds = [[step(count) for count in counts] for _ in range(3)]
+    with _threads(config.fleet.threads):
+        rounds = [[step(count) for count in counts] for _ in range(3)]
     found = [round(1e3 * median(column), 4) for column in zip(*rounds, strict=True)]
     return found if 0.0 < found[0] < found[-1] else None
+
+
+@contextmanager
+def _threads(threads: int | None) -> Iterator[None]:
+    """Give torch as many threads for a while; None: those that it has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Path:
@@ -230,10 +252,14 @@ def make_drafter(config: Config, clock: Callable[[], float]) -> HistoryDrafter |
         return None
     cost = None
     if draft.step_ms is not None:
-        cost = CostModel(PER_NODE)
+        cost = CostModel(PER_NODE, PER_DRAFT)
         cost.fit([(2**i, ms / 1e3) for i, ms in enumerate(draft.step_ms)])
     index = HistoryIndex(
-        window=history.window, weight=history.weight, max_bytes=int(history.max_gib * 2**30), clock=clock
+        window=history.window,
+        weight=history.weight,
+        alternatives=draft.noise_aware and history.alternatives > 0,
+        max_bytes=int(history.max_gib * 2**30),
+        clock=clock,
     )
     return HistoryDrafter(
         index,
@@ -246,3 +272,64 @@ def make_drafter(config: Config, clock: Callable[[], float]) -> HistoryDrafter |
         wait=config.deterministic,
         clock=clock,
     )
+
+
+def generates_beside(config: Config) -> bool:
+    """Whether engines are at work while the learner is, so that they share the cores."""
+    return config.fleet.kind == "processes" and make_schedule(config.schedule).overlaps
+
+
+def with_threads(config: Config) -> Config:
+    """With `threads` set: all cores, or a worker's share. They stay with the run, since sums depend on it."""
+    if config.threads is not None:
+        return config
+    shares = config.fleet.workers + 1 if generates_beside(config) else 1
+    return config.model_copy(update={"threads": max(1, available_cores() // shares)})
+
+
+def with_fleet_threads(config: Config) -> Config:
+    """With `fleet.threads` set, where there are processes to have them: like `threads`, it stays with the run."""
+    fleet = config.fleet
+    if fleet.kind == "in_process" or fleet.threads is not None:
+        return config
+    learner = (config.threads or 0) if generates_beside(config) else 0
+    threads = max(1, (available_cores() - learner) // fleet.workers)
+    return config.model_copy(update={"fleet": fleet.model_copy(update={"threads": threads})})
+
+
+def with_fleet_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes of a saved configuration: other workers do not inherit `fleet.threads`, which their number decided."""
+    others = {"fleet.kind", "fleet.workers"} & changes.keys()
+    return {"fleet.threads": None, **changes} if others else dict(changes)
+
+
+def build_worker(
+    config: Config, max_model_len: int, worker: int
+) -> tuple[EmbeddedEngine, HistoryDrafter | None]:
+    """The engine of a fleet's process, called there, with the weights that the run began with, and its drafter."""
+    settle_process(config.model_copy(update={"threads": config.fleet.threads}))
+    model = load_model(config.model)
+    tokenizer = load_tokenizer(config.model) if config.sampling.stop else None
+    drafter = make_drafter(config, time.monotonic)
+    engine = make_engine(config, model, tokenizer, max_model_len, time.monotonic, drafter, worker)
+    return engine, drafter
+
+
+def make_process_fleet(
+    config: Config, max_model_len: int, post: Callable[[Event], None], scratch: Path
+) -> tuple[ProcessFleet, FleetDrafter | None]:
+    """Processes that begin to load at once; `fleet.threads` and `draft.step_ms` must be set as in `make_drafter`.
+
+    Each keeps the history of all prompts, and together they keep to `history.max_gib`.
+    """
+    history = config.history
+    share = history.model_copy(update={"max_gib": history.max_gib / config.fleet.workers})
+    fleet = ProcessFleet(
+        partial(build_worker, config.model_copy(update={"history": share}), max_model_len),
+        post,
+        workers=config.fleet.workers,
+        scratch=scratch,
+        restarts=config.fleet.restarts,
+        window=history.window,
+    )
+    return fleet, FleetDrafter(fleet) if drafts(config) else None

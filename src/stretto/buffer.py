@@ -5,19 +5,20 @@ There is one writer of results, `Ledger.apply(events)`; the other methods carry 
 that `apply` maintains keep a schedule's work proportional to its events. No torch, no clock, no I/O.
 
     PENDING -> RUNNING -> FINISHED -> SCORED -> CONSUMED
-               RUNNING -> PARKED (tokens kept) | PENDING (tokens dropped)
+               RUNNING -> PARKED (tokens kept)
                RUNNING -> WAITING (for the environment) -> PENDING | FINISHED
+    any of them but the last -> PENDING (refreshed: its tokens dropped, to come back as its draft) | DISCARDED
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from stretto.columns import Columns, Tokens
+from stretto.columns import NO_IDS, STATES
+from stretto.gate import Gate
 from stretto.records import (
     Admitted,
     Event,
@@ -29,6 +30,7 @@ from stretto.records import (
     Prompt,
     Purpose,
     Request,
+    Reuse,
     Rollout,
     SamplingParams,
     Scored,
@@ -39,16 +41,29 @@ from stretto.records import (
     WorkerDown,
     WorkerUp,
 )
-from stretto.sampling import request_key
+from stretto.requests import (
+    CONSUMED,
+    FINISHED,
+    PENDING,
+    RUNNING,
+    SCORED,
+    WAITING,
+)
+from stretto.sampling import request_keys
+from stretto.staleness import BoundedRequests, Strategy, Unit
 from stretto.view import LedgerView
 
-ENDED = (State.CONSUMED, State.DISCARDED)
+FEW = 8
 
 
-class Ledger:
+class Ledger(BoundedRequests):
     """Every request's state, tokens and times, and the indexes over them.
 
-    `first_id` is the id of row 0: ids go on counting after a resume, rows of ended requests do not come back.
+    An update takes whole groups or, with `unit = "response"`, any scored responses. With `max_staleness` no update
+    consumes a response whose oldest token is more versions behind: what would get there is dealt with by the gate
+    (`stretto.gate`; `batch` is its B) at each final harvest, as `strategy` says: "refresh", "drop", or "wait", by which
+    the update waits for it (and what waiting does not help is refreshed). A request is refreshed `refresh_budget` times
+    at most before it has ended; then the update waits for it too.
     """
 
     def __init__(
@@ -60,35 +75,32 @@ class Ledger:
         multi_turn: bool = False,
         max_model_len: int = 1 << 31,
         refresh: float = 1.0,
+        reuse: Callable[[Rollout], Reuse | None] | None = None,
+        unit: Unit = "group",
+        max_staleness: int | None = None,
+        strategy: Strategy = "refresh",
+        batch: int = 1,
+        refresh_budget: int = 2,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        super().__init__(unit, max_staleness, strategy, batch, refresh_budget, now)
         self.sampling = sampling
         self.seed = seed
         self.purpose = purpose
         self.multi_turn = multi_turn
-        self.max_model_len, self.refresh = max_model_len, refresh
-        self.now = now
-        self.first_id = 0
-        self.columns = Columns()
-        self.tokens: dict[int, Tokens] = {}  # of requests that have any and have not been logged
-        self.prompts: dict[int, Prompt] = {}  # group -> prompt
-        self.members: dict[int, range] = {}  # group -> its request ids; contiguous by construction
-        self.unscored: dict[int, int] = {}  # group -> members without a reward yet
-        self.waiting: OrderedDict[int, None] = OrderedDict()  # PENDING and PARKED, oldest first
-        self.running: dict[int, dict[int, None]] = {}  # worker -> its requests
-        self.scored: OrderedDict[int, None] = OrderedDict()  # SCORED, in order of scoring
-        self.ready_groups: OrderedDict[int, None] = OrderedDict()  # groups whose members are all SCORED
-        self.slots: dict[int, int] = {}  # worker -> slots, of the workers that are up
-        self.loaded: dict[int, int] = {}  # worker -> version of its weights
-        self.version = 0  # optimiser steps made
-        self.updating = False  # between Harvest and Updated
-        self.next_group = 0
-        self.generated_tokens = 0  # ever, whatever became of them
-        self.alive = 0  # admitted, neither CONSUMED nor DISCARDED
-        names = ("stale_events", "discarded_tokens", "reward_errors", "reward_timeouts")
-        self.counters = dict.fromkeys(names, 0)
-        self._to_log: dict[int, Rollout | None] = {}  # scored since the last `take_finished`
+        self.max_model_len, self.refresh, self.reuse = max_model_len, refresh, reuse
         self.view = LedgerView(self)
+        self._enter: dict[type, Callable[[Any], Sequence[int] | None]] = {
+            Progress: self._progress,
+            Finished: self._finished,
+            Scored: self._scored,
+            Stopped: self._stopped,
+            Observed: self._observed,
+            Updated: self._updated,
+            Loaded: self._loaded,
+            WorkerUp: self._worker_up,
+            WorkerDown: self._worker_down,
+        }
 
     # ---- results ------------------------------------------------------------------------------------
 
@@ -97,48 +109,59 @@ class Ledger:
 
         Events of an old attempt are dropped and counted in `counters["stale_events"]`.
         """
-        ended: list[Rollout] = []
+        ended: list[int] = []
         for event in events:
-            match event:
-                case Progress():
-                    self._progress(event)
-                case Finished():
-                    if self._current(event.id, event.attempt):
-                        ended.append(self._finished(event))
-                case Scored():
-                    self._scored(event)
-                case Stopped():
-                    if self._current(event.id, event.attempt):
-                        self._release(event.id)
-                case Observed():
-                    ended += self._observed(event)
-                case Updated():
-                    self.version, self.updating = event.version, False
-                case Loaded():
-                    self.loaded[event.worker] = event.version
-                case WorkerUp():
-                    self.slots[event.worker] = event.slots
-                    self.loaded[event.worker] = event.version
-                    self.running.setdefault(event.worker, {})
-                case WorkerDown():
-                    self._worker_down(event.worker)
-        return ended
+            enter = self._enter.get(type(event))
+            if enter is not None:
+                ended += enter(event) or ()
+        if not ended:
+            return []
+        if len(ended) > 1:  # what ended may have been given up by a later event
+            state, first = self.columns.state, self.first_id
+            ended = [i for i in ended if state.item(i - first) in (FINISHED, WAITING)]
+        rollouts = self.rollouts(ended)
+        for rollout in rollouts:
+            if rollout.outcome is State.FINISHED:
+                self._records[rollout.request_id] = rollout
+        return rollouts
 
-    def _current(self, request_id: int, attempt: int) -> bool:
-        row = request_id - self.first_id
-        if (
-            0 <= row < self.columns.size
-            and self.columns.state[row] == State.RUNNING
-            and self.columns.attempt[row] == attempt
-        ):
+    def _updated(self, event: Updated) -> None:
+        self.version, self.updating = event.version, False
+        self._refresh_overdue()
+
+    def _loaded(self, event: Loaded) -> None:
+        self.loaded[event.worker] = event.version
+
+    def _worker_up(self, event: WorkerUp) -> None:
+        self.slots[event.worker] = event.slots
+        self.loaded[event.worker] = event.version
+        self.running.setdefault(event.worker, {})
+
+    def _worker_down(self, event: WorkerDown) -> None:
+        for request_id in list(self.running.get(event.worker, ()))[::-1]:
+            self._release(request_id)
+        for table in (self.running, self.slots, self.loaded):
+            table.pop(event.worker, None)
+
+    def _stopped(self, event: Stopped) -> None:
+        if self._is_at(event.id, RUNNING, event.attempt):
+            self._release(event.id)
+
+    def _is_at(self, request_id: int, state: int, attempt: int) -> bool:
+        """Whether a request is in this state, in this attempt; else an event about it is old, and counted."""
+        row, c = request_id - self.first_id, self.columns
+        if 0 <= row < c.size and c.state.item(row) == state and c.attempt.item(row) == attempt:
             return True
         self.counters["stale_events"] += 1
         return False
 
     def _progress(self, event: Progress) -> None:
         c = self.columns
+        if event.token_ids is None and event.drafted is None and len(event.ids) <= FEW:
+            self._leaped(event)
+            return
         rows = event.ids - self.first_id
-        known = (c.state[rows] == State.RUNNING) & (c.attempt[rows] == event.attempts)
+        known = (c.state[rows] == RUNNING) & (c.attempt[rows] == event.attempts)
         if not known.all():
             self.counters["stale_events"] += int((~known).sum())
         rows, counts = rows[known], event.counts[known]
@@ -147,7 +170,8 @@ class Ledger:
         if event.drafted is not None and event.accepted is not None:
             c.drafted[rows] += event.drafted[known]
             c.accepted[rows] += event.accepted[known]
-        c.first_version[rows] = np.where(c.first_version[rows] < 0, event.version, c.first_version[rows])
+        before = c.first_version[rows]
+        c.first_version[rows] = np.where(before < 0, event.version, np.minimum(before, event.version))
         if event.token_ids is None or event.logprobs is None or event.raw_logprobs is None:
             return
         ids, logprobs = event.token_ids.tolist(), event.logprobs.tolist()
@@ -157,30 +181,44 @@ class Ledger:
         for request_id, start, stop, keep in columns:
             if keep:
                 part = slice(start, stop)
-                self._tokens(request_id).extend(ids[part], logprobs[part], raw[part], event.version)
+                top = event.top[part] if event.top is not None else None
+                self._tokens(request_id).extend(ids[part], logprobs[part], raw[part], event.version, top)
 
-    def _tokens(self, request_id: int) -> Tokens:
-        tokens = self.tokens.get(request_id)
-        if tokens is None:
-            tokens = self.tokens[request_id] = Tokens()
-        return tokens
+    def _leaped(self, event: Progress) -> None:
+        """As `_progress`, for a few requests whose tokens are not known: one by one is faster then."""
+        c, version = self.columns, event.version
+        ids, attempts, counts = event.ids.tolist(), event.attempts.tolist(), event.counts.tolist()
+        for request_id, attempt, count in zip(ids, attempts, counts, strict=True):
+            if self._is_at(request_id, RUNNING, attempt):
+                row = request_id - self.first_id
+                self.generated_tokens += count
+                c.length[row] = c.length.item(row) + count
+                if not 0 <= c.first_version.item(row) <= version:
+                    c.first_version[row] = version
 
-    def _finished(self, event: Finished) -> Rollout:
-        row = event.id - self.first_id
-        c = self.columns
-        del self.running[int(c.worker[row])][event.id]
+    def _finished(self, event: Finished) -> Sequence[int]:
+        if not self._is_at(event.id, RUNNING, event.attempt):
+            return ()
+        row, c = event.id - self.first_id, self.columns
+        if self.max_staleness is not None:
+            if self._overdue(c.first_version.item(row)) and not c.refreshing[row]:
+                self._let_go([row])  # its worker had weights that are too old by now
+            if c.refreshing[row] or c.state.item(row) != RUNNING:
+                if c.state.item(row) == RUNNING:
+                    self._release(event.id)
+                return ()
+        del self.running[c.worker.item(row)][event.id]
         turn_ended = self.multi_turn and event.reason == FinishReason.STOP
-        c.state[row] = State.WAITING if turn_ended else State.FINISHED
+        c.state[row] = WAITING if turn_ended else FINISHED
         c.finish_reason[row] = event.reason
         c.finished_at[row] = self.now()
-        return self.rollout(event.id)
+        return (event.id,)
 
-    def _observed(self, event: Observed) -> list[Rollout]:
+    def _observed(self, event: Observed) -> Sequence[int]:
+        if not self._is_at(event.id, WAITING, event.attempt):
+            return ()
         row = event.id - self.first_id
-        if self.columns.state[row] != State.WAITING:
-            self.counters["stale_events"] += 1
-            return []
-        prompt = self.prompts[int(self.columns.group[row])]
+        prompt = self.groups.prompts[int(self.columns.group[row])]
         limit = min(self.sampling.max_new_tokens, self.max_model_len - len(prompt.token_ids))
         space = limit - int(self.columns.length[row])
         if not event.done and len(event.token_ids) < space:
@@ -189,57 +227,30 @@ class Ledger:
             self.columns.turn_start[row] = self.columns.length[row]
             self.columns.turn[row] += 1
             self.columns.finish_reason[row] = FinishReason.NONE
-            self._wait(event.id, State.PENDING)
-            return []
+            self._wait(event.id, PENDING)
+            return ()
         if not event.done:  # the environment's answer leaves no room for another turn
             self.columns.finish_reason[row] = FinishReason.LENGTH
-        self.columns.state[row] = State.FINISHED
-        return [self.rollout(event.id)]
+        self.columns.state[row] = FINISHED
+        return (event.id,)
 
     def _scored(self, event: Scored) -> None:
-        row = event.id - self.first_id
-        c = self.columns
-        if c.state[row] != State.FINISHED:
-            self.counters["stale_events"] += 1
+        if not self._is_at(event.id, FINISHED, event.attempt):
             return
-        c.state[row] = State.SCORED
+        row, c = event.id - self.first_id, self.columns
+        c.state[row] = SCORED
         c.reward[row] = event.reward
         c.reward_status[row] = event.status
         c.reward_parts[row] = event.parts
-        self.counters["reward_errors"] += event.status in ("error", "invalid")
-        self.counters["reward_timeouts"] += event.status == "timeout"
+        record = self._records.get(event.id)
+        if record is not None:
+            record.outcome = State.SCORED
+            record.reward, record.reward_status, record.reward_parts = event.reward, event.status, event.parts
+        if event.status != "ok":
+            self.counters["reward_timeouts" if event.status == "timeout" else "reward_errors"] += 1
         self.scored[event.id] = None
         self._to_log[event.id] = None
-        group = int(c.group[row])
-        self.unscored[group] -= 1
-        if self.unscored[group] == 0:
-            self.ready_groups[group] = None
-
-    def _release(self, request_id: int) -> None:
-        """A running request has left its worker: PARKED with its tokens, or PENDING without them."""
-        row = request_id - self.first_id
-        c = self.columns
-        self.running[int(c.worker[row])].pop(request_id)
-        if c.keep[row]:
-            self._wait(request_id, State.PARKED if c.length[row] else State.PENDING)
-            return
-        self.counters["discarded_tokens"] += int(c.length[row])
-        self.tokens.pop(request_id, None)
-        c.length[row] = c.turn_start[row] = c.turn[row] = 0
-        c.first_version[row] = -1
-        self._wait(request_id, State.PENDING)
-
-    def _wait(self, request_id: int, state: State) -> None:
-        row = request_id - self.first_id
-        self.columns.state[row] = state
-        self.columns.worker[row] = -1
-        self.waiting[request_id] = None
-
-    def _worker_down(self, worker: int) -> None:
-        for request_id in list(self.running.get(worker, ())):
-            self._release(request_id)
-        for table in (self.running, self.slots, self.loaded):
-            table.pop(worker, None)
+        self.groups.scored(c.group.item(row))
 
     # ---- decisions ------------------------------------------------------------------------------------
 
@@ -249,152 +260,109 @@ class Ledger:
         for prompt, visit in prompts:
             group, self.next_group = self.next_group, self.next_group + 1
             what = (self.seed, self.purpose, prompt.uid, prompt.occurrence)
-            keys = [request_key(*what, i, visit, refresh=self.refresh) for i in range(samples_each)]
+            keys = request_keys(*what, samples_each, visit, self.refresh)
             start = self.first_id + self.columns.admit(group, visit, self.version, keys)
-            self.prompts[group] = prompt
-            self.members[group] = range(start, start + samples_each)
-            self.unscored[group] = samples_each
-            self.waiting.update(dict.fromkeys(self.members[group]))
+            members = range(start, start + samples_each)
+            self.groups.add(group, prompt, members)
+            self.waiting.update(dict.fromkeys(members))
         count = samples_each * len(prompts)
         self.alive += count
         return Admitted(first, count)
 
-    def start(self, ids: Sequence[int], worker: int) -> list[Request]:
-        """Hand waiting requests to a worker under a new attempt. Raises ValueError if one is not waiting."""
+    def start(self, ids: Sequence[int], worker: int, max_new: int | None = None) -> list[Request]:
+        """Hand waiting requests to a worker under a new attempt, for at most `max_new` tokens.
+
+        Raises ValueError if one is not waiting.
+        """
         now = self.now()
         requests = []
-        c = self.columns
+        c, first, running = self.columns, self.first_id, self.running[worker]
         for request_id in ids:
-            row = request_id - self.first_id
+            row = request_id - first
             if request_id not in self.waiting:
-                state = State(c.state[row]).name
+                state = STATES[c.state.item(row)].name
                 raise ValueError(f"request {request_id} is {state}, not waiting: it cannot start")
             del self.waiting[request_id]
-            self.running[worker][request_id] = None
-            c.state[row] = State.RUNNING
+            running[request_id] = None
+            c.state[row] = RUNNING
             c.worker[row] = worker
-            c.attempt[row] += 1
+            c.attempt[row] = c.attempt.item(row) + 1
             c.keep[row] = True
-            if np.isnan(c.started_at[row]):
+            if c.started_at.item(row) != c.started_at.item(row):  # nan: never before
                 c.started_at[row] = now
-            prompt = self.prompts[int(c.group[row])]
-            requests.append(c.request(row, request_id, prompt, self.tokens.get(request_id), self.sampling))
+            prompt, tokens = self.groups.prompts[c.group.item(row)], self.tokens.get(request_id)
+            draft = self.drafts.get(request_id, NO_IDS)
+            if draft.size and request_id not in self.drafted:
+                self.drafted.add(request_id)
+                self.counters["reverified_tokens"] += draft.size
+            requests.append(c.request(row, request_id, prompt, tokens, draft, self.sampling, max_new))
+            if self.reuse is not None:
+                requests[-1].reuse = self.reuse(self.rollout(request_id))
         return requests
 
-    def stop(self, ids: Sequence[int], keep: bool) -> dict[int, tuple[list[int], list[int]]]:
-        """Mark running requests to be let go; returns worker -> (ids, attempts), without what is not running."""
-        by_worker: dict[int, tuple[list[int], list[int]]] = {}
+    def stop(self, ids: Sequence[int], keep: bool) -> None:
+        """Mark running requests to be let go; what is not running, or has to go already, stays as it is.
+
+        Without `keep` they are refreshed, unless they have ended before their worker hears of it.
+        """
         for request_id in ids:
             row = request_id - self.first_id
-            if self.columns.state[row] == State.RUNNING:
+            if self.columns.state.item(row) == RUNNING and not self.columns.refreshing[row]:
                 self.columns.keep[row] = keep
-                held = by_worker.setdefault(int(self.columns.worker[row]), ([], []))
-                held[0].append(request_id)
-                held[1].append(int(self.columns.attempt[row]))
-        return by_worker
+                self._tell_to_stop(row)
 
-    def harvest(self, ids: Sequence[int]) -> UpdateBatch:
-        """Consume scored requests: the next update batch, in canonical order (admission, sample index).
+    def harvest(self, ids: Sequence[int], final: bool = True) -> UpdateBatch:
+        """Consume scored requests, in canonical order (admission, sample index): the next update batch, or a part of it
+        that others follow. The `final` one applies the gate to what is left behind.
 
-        Raises ValueError if one is not SCORED, or if a group is not taken whole: a group-relative advantage
-        needs all its siblings.
+        Raises ValueError during an update, if one is not SCORED, if a group is not taken whole where it must be (a
+        group-relative advantage needs all its siblings), or if the gate makes the update wait.
         """
+        if self.updating:
+            raise ValueError("the learner is at an update: nothing can be harvested before it has ended")
         chosen = sorted(ids)
-        groups = dict.fromkeys(int(self.columns.group[i - self.first_id]) for i in chosen)
-        incomplete = [group for group in groups if group not in self.ready_groups]
-        if incomplete or len(set(chosen)) != sum(len(self.members[group]) for group in groups):
+        self._check_harvest(chosen)
+        gate = self.gate(chosen) if final else Gate()
+        if gate.blocked:
+            raise ValueError(
+                f"the gate makes the update wait for {len(gate.blocked)} requests, first {gate.blocked[0]}: "
+                "ask `gate` before"
+            )
+        rollouts = self._take_records(chosen)
+        self.columns.state[np.asarray(chosen, np.int64) - self.first_id] = CONSUMED
+        consumed = STATES[CONSUMED]
+        counts: dict[int, int] = {}
+        for request_id, rollout in zip(chosen, rollouts, strict=True):
+            rollout.outcome = consumed
+            del self.scored[request_id]
+            counts[rollout.group_id] = counts.get(rollout.group_id, 0) + 1
+            if request_id in self._to_log:
+                self._to_log[request_id] = rollout
+            else:
+                self._forget(request_id)
+        for group, count in counts.items():
+            self.groups.consumed(group, count)
+        self.alive -= len(chosen)
+        self.updating = final
+        if final:
+            self._apply_gate(gate)
+        return UpdateBatch(self.version, rollouts, final)
+
+    def _take_records(self, ids: Sequence[int]) -> list[Rollout]:
+        """Of scored requests; only those that were scored before a resume have to be made."""
+        missing = [request_id for request_id in ids if request_id not in self._records]
+        self._records.update(zip(missing, self.rollouts(missing), strict=True))
+        return [self._records.pop(request_id) for request_id in ids]
+
+    def _check_harvest(self, chosen: Sequence[int]) -> None:
+        wrong = [i for i in chosen if i not in self.scored]
+        if wrong or len(set(chosen)) != len(chosen):
+            raise ValueError(f"an update batch takes scored responses, each once; not so: {wrong or 'twice'}")
+        if self.unit == "response":
+            return
+        groups = dict.fromkeys(self.columns.group[np.asarray(chosen, np.int64) - self.first_id].tolist())
+        incomplete = [group for group in groups if group not in self.groups.ready]
+        if incomplete or len(chosen) != sum(len(self.groups.members[group]) for group in groups):
             raise ValueError(
                 f"an update batch takes whole scored groups; incomplete: {incomplete or list(groups)}"
             )
-        rollouts = []
-        for request_id in chosen:
-            self.columns.state[request_id - self.first_id] = State.CONSUMED
-            del self.scored[request_id]
-            rollouts.append(self.rollout(request_id))
-            if request_id in self._to_log:
-                self._to_log[request_id] = rollouts[-1]
-            else:
-                self._forget(request_id)
-        for group in groups:
-            del self.ready_groups[group], self.unscored[group]
-        self.alive -= len(chosen)
-        self.updating = True
-        return UpdateBatch(self.version, rollouts)
-
-    # ---- reading and keeping --------------------------------------------------------------------------
-
-    def rollout(self, request_id: int) -> Rollout:
-        """The response of a request as it stands now."""
-        row = request_id - self.first_id
-        prompt = self.prompts[int(self.columns.group[row])]
-        return self.columns.rollout(row, request_id, prompt, self.tokens.get(request_id, Tokens()))
-
-    def take_finished(self) -> list[Rollout]:
-        """The responses scored since the last call, as they stand, by id; the consumed ones are then forgotten."""
-        finished = []
-        for request_id, rollout in sorted(self._to_log.items()):
-            finished.append(rollout or self.rollout(request_id))
-            if rollout is not None:
-                self._forget(request_id)
-        self._to_log.clear()
-        return finished
-
-    def _forget(self, request_id: int) -> None:
-        self.tokens.pop(request_id, None)
-        group = int(self.columns.group[request_id - self.first_id])
-        members = self.members.get(group)
-        if members and all(self.columns.state[i - self.first_id] in ENDED for i in members):
-            del self.members[group], self.prompts[group]
-
-    def in_flight(self) -> list[Rollout]:
-        """Every request that has not ended, in order of its id."""
-        live = ~np.isin(self.columns.state[: self.columns.size], ENDED)
-        return [self.rollout(int(row) + self.first_id) for row in np.flatnonzero(live)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `in_flight` does not say; plain JSON."""
-        return {
-            "version": self.version,
-            "next_id": self.first_id + self.columns.size,
-            "next_group": self.next_group,
-            "counters": dict(self.counters),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], in_flight: Sequence[Rollout]) -> list[Rollout]:
-        """Restore into a fresh ledger; returns the responses that were waiting for the task's answer.
-
-        What was running is PARKED with its tokens: its worker is gone.
-        """
-        if self.columns.size:
-            raise ValueError("a ledger is restored before anything is admitted")
-        self.version, self.next_group = state["version"], state["next_group"]
-        self.counters.update(state["counters"])
-        self.first_id = in_flight[0].request_id if in_flight else state["next_id"]
-        self.columns.grow(state["next_id"] - self.first_id)
-        self.columns.state[: self.columns.size] = State.DISCARDED
-        unanswered: list[Rollout] = []
-        for rollout in in_flight:
-            self._restore(rollout)
-            if rollout.outcome in (State.FINISHED, State.WAITING):
-                unanswered.append(rollout)
-        return unanswered
-
-    def _restore(self, rollout: Rollout) -> None:
-        request_id, group = rollout.request_id, rollout.group_id
-        state = rollout.outcome
-        if state in (State.RUNNING, State.PARKED, State.PENDING):
-            state = State.PARKED if len(rollout.token_ids) else State.PENDING
-            self.waiting[request_id] = None
-        self.columns.restore(request_id - self.first_id, rollout, state)
-        if len(rollout.token_ids):
-            self.tokens[request_id] = Tokens.of(rollout)
-        self.prompts[group] = rollout.prompt
-        start = self.members[group].start if group in self.members else request_id
-        self.members[group] = range(start, request_id + 1)
-        self.unscored[group] = self.unscored.get(group, 0) + (state != State.SCORED)
-        self.ready_groups.pop(group, None)
-        if self.unscored[group] == 0:
-            self.ready_groups[group] = None
-        if state == State.SCORED:
-            self.scored[request_id] = None
-        self.alive += 1

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stretto.config import Config
     from stretto.run import RunResult
 
-BENCHMARKS = ("engine", "bookkeeping", "draft", "rollout", "inflight")
+BENCHMARKS = ("engine", "linear", "bookkeeping", "draft", "rollout", "inflight", "simulation")
 CHECKPOINTS = ("initial", "latest", "best")
 
 app = App(
@@ -289,14 +289,59 @@ def doctor(*, json: Annotated[bool, FLAG] = False) -> int:
     return 2 if any(check.level == "error" for check in checks) else 0
 
 
-@app.command(usage="Usage: stretto bench NAME [OPTIONS]", sort_key=6, help_flags=[])
+@app.command(
+    usage="Usage: stretto simulate [SCENARIO.toml] [--charts FOLDER] [--calibrate RUN] [--json]", sort_key=6
+)
+def simulate(
+    scenario: Path | None = None,
+    /,
+    *,
+    charts: Annotated[Path | None, OPTION] = None,
+    calibrate: Annotated[Path | None, OPTION] = None,
+    json: Annotated[bool, FLAG] = False,
+) -> int:
+    """Compare schedules in a simulated cluster: step time, tokens per second, idle slots and devices, staleness.
+
+    The controller, ledger and schedules are the ones that train; engines, rewards and the learner are simulated.
+
+    Args:
+        scenario: A TOML file; without it, the example that ships with the package.
+        charts: Write a Perfetto trace of each schedule and a Gantt chart of all to this folder.
+        calibrate: Measure the costs of a recorded run instead, and print them as a scenario that replays it.
+        json: Print one JSON object.
+    """
+    from stretto.simulate import command
+
+    if calibrate is not None:
+        if scenario is not None or charts is not None:
+            raise StrettoError("--calibrate RUN makes a scenario; it takes no other argument")
+        from stretto.simulate.calibrate import calibration, scenario_of
+
+        measured = calibration(calibrate)
+        print(_line(measured) if json else scenario_of(calibrate, measured), end="\n" if json else "")
+        return 0
+    from rich.console import Console
+
+    from stretto.simulate.scenario import load_scenario
+
+    quiet = json or not sys.stderr.isatty()
+    told = (lambda _: None) if quiet else (lambda name: print(f"simulating {name}", file=sys.stderr))
+    results = command.simulate(load_scenario(scenario), told, charts)
+    if json:
+        print(_line(results))
+    else:
+        Console(highlight=False).print(command.as_table(results))
+    return 0
+
+
+@app.command(usage="Usage: stretto bench NAME [OPTIONS]", sort_key=7, help_flags=[])
 def bench(
     name: Annotated[str, Parameter(allow_leading_hyphen=True)], /, *words: Annotated[str, WORDS]
 ) -> int:
     """Measure the speed of a part on this machine. `stretto bench NAME --help` lists its options.
 
     Args:
-        name: "engine", "bookkeeping", "draft", "rollout" or "inflight".
+        name: "engine", "bookkeeping", "draft", "rollout", "inflight" or "simulation".
         *words: The benchmark's own options.
     """
     if name in ("-h", "--help"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from stretto.alternatives import Alternatives
 from stretto.records import (
     BoolArray,
     FinishReason,
@@ -21,54 +23,111 @@ from stretto.records import (
     State,
 )
 
+RESULTS = (
+    "length",
+    "turn",
+    "turn_start",
+    "first_version",
+    "drafted",
+    "accepted",
+    "finished_at",
+    "reward",
+    "finish_reason",
+    "reward_status",
+    "reward_parts",
+)
+"""Columns that say what was generated, and what it was worth."""
+
+NO_IDS: IntArray = np.zeros(0, np.int64)
+
+
+def unknown_ids(count: int) -> IntArray:
+    """Token ids that nobody knows, (count,): a simulated engine goes on from their number."""
+    return _NO_IDS_KNOWN[:count]
+
+
+def is_unknown(ids: IntArray) -> bool:
+    """Whether these are `unknown_ids`."""
+    return ids.size > 0 and ids.strides == (0,)
+
+
+def unknown_arrays(count: int, version: int) -> tuple[IntArray, FloatArray, FloatArray, IntArray, BoolArray]:
+    """What `Tokens.arrays` gives, of as many tokens as nobody knows."""
+    logprobs = _NO_LOGPROBS_KNOWN[:count]
+    return _NO_IDS_KNOWN[:count], logprobs, logprobs, _constant(version)[:count], _ALL_TRAINED[:count]
+
+
+@lru_cache(maxsize=64)
+def _constant(value: Any) -> npt.NDArray[Any]:
+    """As many as one likes of one number, without the memory."""
+    return np.broadcast_to(np.asarray(value), (1 << 40,))
+
+
+_NO_IDS_KNOWN: IntArray = _constant(0)
+_NO_LOGPROBS_KNOWN: FloatArray = np.broadcast_to(np.float64(0.0), (1 << 40,))
+_ALL_TRAINED: BoolArray = np.broadcast_to(np.bool_(True), (1 << 40,))
+STATES = tuple(State)
+"""By number: faster than `State(number)`."""
+NOT_ENDED = FinishReason.NONE
+
 
 class Columns:
-    """One row per request. All arrays have the same capacity, of which the first `size` rows are in use."""
+    """One row per request. All arrays have the same capacity, of which the first `size` rows are in use.
 
-    state: npt.NDArray[np.int8]
+    Those of numbers are the fields of one structured array, so that a whole row is read at once.
+    """
+
     group: npt.NDArray[np.int64]
     sample_index: npt.NDArray[np.int32]
     visit: npt.NDArray[np.int32]
-    admitted_step: npt.NDArray[np.int32]
     key: npt.NDArray[np.uint64]
+    turn_start: npt.NDArray[np.int32]
+    turn: npt.NDArray[np.int32]
+    reward: FloatArray
+    reward_parts: npt.NDArray[Any]
+    reward_status: npt.NDArray[Any]
+    finish_reason: npt.NDArray[Any]
+    state: npt.NDArray[np.int8]
     worker: npt.NDArray[np.int32]
     attempt: npt.NDArray[np.int32]
-    keep: BoolArray  # whether its tokens are kept when its worker lets go of it
-    length: npt.NDArray[np.int32]  # tokens after the prompt
-    turn: npt.NDArray[np.int32]
-    turn_start: npt.NDArray[np.int32]
-    first_version: npt.NDArray[np.int32]  # -1: no tokens
-    drafted: npt.NDArray[np.int32]
-    accepted: npt.NDArray[np.int32]
+    admitted_step: npt.NDArray[np.int32]
     started_at: FloatArray
     finished_at: FloatArray
-    reward: FloatArray
-    finish_reason: npt.NDArray[Any]
-    reward_status: npt.NDArray[Any]
-    reward_parts: npt.NDArray[Any]
+    drafted: npt.NDArray[np.int32]
+    accepted: npt.NDArray[np.int32]
+    discard_reason: npt.NDArray[Any]
+    refreshes: npt.NDArray[np.int32]
+    length: npt.NDArray[np.int32]  # tokens after the prompt
+    first_version: npt.NDArray[np.int32]  # -1: no tokens
+    keep: BoolArray  # whether its tokens are kept when its worker lets go of it
+    refreshing: BoolArray  # running still, but what comes of it is not wanted
 
-    _kinds: Mapping[str, tuple[Any, Any]] = {  # dtype, value of a new row
-        "state": (np.int8, State.PENDING),
+    # dtype, value of a new row; `rollouts` takes them in this order
+    _kinds: Mapping[str, tuple[Any, Any]] = {
         "group": (np.int64, -1),
         "sample_index": (np.int32, 0),
         "visit": (np.int32, 0),
-        "admitted_step": (np.int32, 0),
         "key": (np.uint64, 0),
+        "turn_start": (np.int32, 0),
+        "turn": (np.int32, 0),
+        "reward": (np.float64, np.nan),
+        "state": (np.int8, State.PENDING),
         "worker": (np.int32, -1),
         "attempt": (np.int32, 0),
-        "keep": (np.bool_, True),
-        "length": (np.int32, 0),
-        "turn": (np.int32, 0),
-        "turn_start": (np.int32, 0),
-        "first_version": (np.int32, -1),
-        "drafted": (np.int32, 0),
-        "accepted": (np.int32, 0),
+        "admitted_step": (np.int32, 0),
         "started_at": (np.float64, np.nan),
         "finished_at": (np.float64, np.nan),
-        "reward": (np.float64, np.nan),
-        "finish_reason": (object, None),
-        "reward_status": (object, None),
+        "drafted": (np.int32, 0),
+        "accepted": (np.int32, 0),
+        "refreshes": (np.int32, 0),
+        "length": (np.int32, 0),
+        "first_version": (np.int32, -1),
+        "keep": (np.bool_, True),
+        "refreshing": (np.bool_, False),
         "reward_parts": (object, None),
+        "reward_status": (object, None),
+        "finish_reason": (object, None),
+        "discard_reason": (object, None),
     }
 
     def __init__(self) -> None:
@@ -76,11 +135,15 @@ class Columns:
         self._reserve(1024)
 
     def _reserve(self, capacity: int) -> None:
+        numbers = [(name, dtype) for name, (dtype, _) in self._kinds.items() if dtype is not object]
+        table = np.empty(capacity, np.dtype(numbers, align=True))
         for name, (dtype, value) in self._kinds.items():
-            column = np.full(capacity, value, dtype)
+            column = np.empty(capacity, object) if dtype is object else table[name]
+            column[self.size :] = value
             if self.size:
                 column[: self.size] = getattr(self, name)[: self.size]
             setattr(self, name, column)
+        self._table = table
 
     def grow(self, count: int) -> int:
         """Add `count` rows with default values; returns the first one's index."""
@@ -101,52 +164,69 @@ class Columns:
         self.key[rows] = np.array(keys, np.uint64)
         return first
 
+    def clear(self, row: int) -> None:
+        """Back to a row that has generated nothing."""
+        for name in RESULTS:
+            getattr(self, name)[row] = self._kinds[name][1]
+
     def request(
-        self, row: int, request_id: int, prompt: Prompt, tokens: Tokens | None, sampling: SamplingParams
+        self,
+        row: int,
+        request_id: int,
+        prompt: Prompt,
+        tokens: Tokens | None,
+        draft_ids: IntArray,
+        sampling: SamplingParams,
+        max_new: int | None,
     ) -> Request:
         """A row as the command to generate it, from the tokens that it has."""
-        return Request(
-            id=request_id,
-            attempt=int(self.attempt[row]),
-            group=int(self.group[row]),
-            prompt_ids=prompt.token_ids,
-            # A simulated engine leaves tokens out; that there are so many is what it needs to go on.
-            token_ids=tokens.token_ids() if tokens else np.zeros(self.length[row], np.int64),
-            turn_start=int(self.turn_start[row]),
-            key=int(self.key[row]),
-            sampling=sampling,
+        # A simulated engine leaves tokens out; that there are so many is what it needs to go on.
+        token_ids = tokens.token_ids() if tokens else unknown_ids(self.length.item(row))
+        attempt, group = self.attempt.item(row), self.group.item(row)
+        turn_start, key = self.turn_start.item(row), self.key.item(row)
+        # fmt: off
+        return Request(  # by position, as in `rollouts`
+            request_id, attempt, group, prompt.token_ids, token_ids, turn_start, key, sampling,
+            draft_ids, None, max_new,
         )
+        # fmt: on
 
-    def rollout(self, row: int, request_id: int, prompt: Prompt, tokens: Tokens) -> Rollout:
-        """A row with its tokens as a record."""
-        token_ids, logprobs, raw_logprobs, versions, loss_mask = tokens.arrays()
-        return Rollout(
-            request_id=request_id,
-            group_id=int(self.group[row]),
-            prompt=prompt,
-            sample_index=int(self.sample_index[row]),
-            visit=int(self.visit[row]),
-            key=int(self.key[row]),
-            token_ids=token_ids,
-            logprobs=logprobs,
-            raw_logprobs=raw_logprobs,
-            versions=versions,
-            loss_mask=loss_mask,
-            turn_start=int(self.turn_start[row]),
-            turn=int(self.turn[row]),
-            reward=float(self.reward[row]),
-            reward_parts=self.reward_parts[row] or {},
-            reward_status=self.reward_status[row] or "ok",
-            finish_reason=FinishReason(self.finish_reason[row] or ""),
-            outcome=State(self.state[row]),
-            worker=int(self.worker[row]),
-            attempt=int(self.attempt[row]),
-            admitted_step=int(self.admitted_step[row]),
-            started_at=float(self.started_at[row]),
-            finished_at=float(self.finished_at[row]),
-            drafted=int(self.drafted[row]),
-            accepted=int(self.accepted[row]),
-        )
+    def rollouts(
+        self,
+        first_id: int,
+        ids: Sequence[int],
+        prompts: Mapping[int, Prompt],
+        tokens: Mapping[int, Tokens],
+        drafts: Mapping[int, IntArray],
+    ) -> list[Rollout]:
+        """The requests `ids` (n,), row 0 being `first_id`, with their tokens as records; `prompts` by group."""
+        rows: Iterable[tuple[Any, ...]]
+        if len(ids) == 1:  # much faster than indexing with an array
+            at = ids[0] - first_id
+            parts, status = self.reward_parts[at], self.reward_status[at]
+            rows = [(*self._table.item(at), parts, status, self.finish_reason[at], self.discard_reason[at])]
+        else:
+            places = np.asarray(ids, np.int64) - first_id
+            rows = zip(*[getattr(self, name)[places].tolist() for name in self._kinds], strict=True)
+        found = []
+        # fmt: off
+        for request_id, (
+            group, sample, visit, key, turn_start, turn, reward, state, worker, attempt, admitted, started_at,
+            finished_at, drafted, accepted, refreshes, length, version, _, _, parts, status, reason, why,
+        ) in zip(ids, rows, strict=True):
+            said = tokens.get(request_id)
+            arrays = unknown_arrays(length, version) if said is None else said.arrays()
+            token_ids, logprobs, raw_logprobs, versions, mask = arrays
+            rollout = Rollout(  # by position, which takes a fifth of the time that names take
+                request_id, group, prompts[group], sample, visit, key,
+                token_ids, logprobs, raw_logprobs, versions, mask, turn_start, turn,
+                reward, parts or {}, status or "ok", reason or NOT_ENDED, STATES[state],
+                worker, attempt, admitted, started_at, finished_at, drafted, accepted,
+                said.top() if said is not None else None, why or "", refreshes, drafts.get(request_id, NO_IDS),
+            )
+            found.append(rollout)
+        # fmt: on
+        return found
 
     def restore(self, row: int, rollout: Rollout, state: State) -> None:
         """Fill a row from a rollout that was in flight when a checkpoint was made."""
@@ -159,6 +239,7 @@ class Columns:
             "admitted_step": rollout.admitted_step,
             "key": rollout.key,
             "attempt": rollout.attempt,
+            "refreshes": rollout.refreshes,
             "length": len(rollout.token_ids),
             "turn": rollout.turn,
             "turn_start": rollout.turn_start,
@@ -182,13 +263,16 @@ class Tokens:
     Compact arrays that append in amortised O(1), because an engine step adds one token to each of many.
     """
 
-    __slots__ = ("ids", "logprobs", "raw_logprobs", "runs")
+    __slots__ = ("ids", "logprobs", "raw_logprobs", "runs", "top_ids", "top_logprobs", "width")
 
     def __init__(self) -> None:
         self.ids = array("q")
         self.logprobs = array("d")
         self.raw_logprobs = array("d")
         self.runs: list[tuple[int, bool, int]] = []  # (version, trained, number of tokens)
+        self.width = 0  # alternatives of each token, which follow one another in
+        self.top_ids = array("i")
+        self.top_logprobs = array("f")
 
     @classmethod
     def of(cls, rollout: Rollout) -> Tokens:
@@ -199,12 +283,21 @@ class Tokens:
         tokens.raw_logprobs.extend(rollout.raw_logprobs.tolist())
         for version, trained in zip(rollout.versions.tolist(), rollout.loss_mask.tolist(), strict=True):
             tokens._add_run(version, trained, 1)
+        if rollout.top is not None:
+            tokens.width = rollout.top.width
+            tokens._add_top(rollout.top)
         return tokens
 
     def extend(
-        self, ids: Sequence[int], logprobs: Sequence[float], raw_logprobs: Sequence[float], version: int
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        raw_logprobs: Sequence[float],
+        version: int,
+        top: Alternatives | None = None,
     ) -> None:
-        """Append sampled tokens."""
+        """Append sampled tokens, and the alternatives `top` to them."""
+        self._add_top(top if top is not None else Alternatives.none(len(ids)))
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
         self.raw_logprobs.extend(raw_logprobs)
@@ -213,6 +306,7 @@ class Tokens:
     def observe(self, ids: Sequence[int]) -> None:
         """Append the environment's tokens: loss mask 0, log-probs 0, the version of the turn before them."""
         zeros = [0.0] * len(ids)
+        self._add_top(Alternatives.none(len(ids)))
         self.ids.extend(ids)
         self.logprobs.extend(zeros)
         self.raw_logprobs.extend(zeros)
@@ -222,6 +316,28 @@ class Tokens:
         if self.runs and self.runs[-1][:2] == (version, trained):
             count += self.runs.pop()[2]
         self.runs.append((version, trained, count))
+
+    def _add_top(self, top: Alternatives) -> None:
+        """Append alternatives; call it before the tokens are."""
+        if top.width > self.width:  # none were known so far, or fewer: the run was resumed with more
+            before = self.top() or Alternatives.none(len(self.ids))
+            self.width = top.width
+            self.top_ids, self.top_logprobs = array("i"), array("f")
+            self._add_top(before)
+        if top.width < self.width:
+            padded = Alternatives.none(len(top.token_ids), self.width)
+            padded.token_ids[:, : top.width] = top.token_ids
+            padded.logprobs[:, : top.width] = top.logprobs
+            top = padded
+        self.top_ids.frombytes(top.token_ids.astype(np.int32).tobytes())
+        self.top_logprobs.frombytes(top.logprobs.astype(np.float32).tobytes())
+
+    def top(self) -> Alternatives | None:
+        """The alternatives at each token, where any are kept."""
+        if not self.width:
+            return None
+        ids, logprobs = np.array(self.top_ids, np.int32), np.array(self.top_logprobs, np.float32)
+        return Alternatives(ids.reshape(-1, self.width), logprobs.reshape(-1, self.width))
 
     def token_ids(self) -> IntArray:
         """(N,) int64."""

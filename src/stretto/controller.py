@@ -9,6 +9,8 @@ from stretto.buffer import Ledger
 from stretto.fleet import Fleet
 from stretto.records import (
     Admit,
+    Decision,
+    Discard,
     Event,
     Harvest,
     Interrupted,
@@ -47,6 +49,9 @@ class Learner(Protocol):
 
     def begin(self, batch: UpdateBatch) -> None: ...
 
+    def accumulate(self, batch: UpdateBatch) -> None:
+        """Take a part of the next update in; no optimiser step yet. May compute before it returns."""
+
     def publish(self) -> WeightsRef: ...
 
 
@@ -54,7 +59,7 @@ class Observer(Protocol):
     """Is told what happens; decides nothing."""
 
     def harvested(self, batch: UpdateBatch) -> None:
-        """Before the learner begins with a batch."""
+        """Before the learner gets a batch, or a part of one (`batch.final`)."""
 
     def updated(self, event: Updated) -> None:
         """At the boundary between two optimiser steps: the ledger stands, the schedule has not yet gone on."""
@@ -90,10 +95,12 @@ class Controller:
         self.observer = observer
         self.wake: float | None = None
         self.interrupted = False
+        self._batches: list[UpdateBatch] = []  # for the learner, when all decisions have been carried out
         self._table: dict[type, Callable[[Any], None]] = {
             Admit: self._admit,
             Start: self._start,
             Stop: self._stop,
+            Discard: self._discard,
             Harvest: self._harvest,
             Publish: self._publish,
             Wake: self._wake,
@@ -102,14 +109,30 @@ class Controller:
     def run(self, done: Callable[[], bool]) -> None:
         """Until `done()`, or until SIGINT/SIGTERM asks for an end (`interrupted` is then True)."""
         self.fleet.start()
-        while not (done() or self.interrupted):
+        while not self._over(done):
             events = self.runtime.wait(self.wake)
-            self.rewards.submit(self.ledger.apply(events))
+            ended = self.ledger.apply(events)
+            self._send_stops()
+            self.rewards.submit(ended)
             self._observe(events)
-            if done() or self.interrupted:
-                return
-            for decision in self.schedule.decide(self.ledger.view, events):
-                self._table[type(decision)](decision)
+            if not (done() or self.interrupted):
+                self._carry_out(self.schedule.decide(self.ledger.view, events))
+
+    def _over(self, done: Callable[[], bool]) -> bool:
+        """An update that the learner is at is ended first: its work would be lost, and the weights may have changed."""
+        return done() or (self.interrupted and not self.ledger.updating)
+
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            self._table[type(decision)](decision)
+        # Last, for in process the learner computes now: by then everybody has been given work.
+        batches, self._batches = self._batches, []
+        for batch in batches:
+            self.observer.harvested(batch)
+            if batch.final:
+                self.learner.begin(batch)
+            else:
+                self.learner.accumulate(batch)
 
     def _observe(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -125,16 +148,24 @@ class Controller:
         self.runtime.post(admitted)
 
     def _start(self, decision: Start) -> None:
-        self.fleet.submit(decision.worker, self.ledger.start(decision.ids, decision.worker))
+        requests = self.ledger.start(decision.ids, decision.worker, decision.max_new)
+        self.fleet.submit(decision.worker, requests)
 
     def _stop(self, decision: Stop) -> None:
-        for worker, (ids, attempts) in self.ledger.stop(decision.ids, decision.keep).items():
-            self.fleet.stop(worker, ids, attempts)
+        self.ledger.stop(decision.ids, decision.keep)
+        self._send_stops()
+
+    def _discard(self, decision: Discard) -> None:
+        self.ledger.discard(decision.ids, decision.reason)
+        self._send_stops()
 
     def _harvest(self, decision: Harvest) -> None:
-        batch = self.ledger.harvest(decision.ids)
-        self.observer.harvested(batch)
-        self.learner.begin(batch)
+        self._batches.append(self.ledger.harvest(decision.ids, decision.final))
+        self._send_stops()
+
+    def _send_stops(self) -> None:
+        for worker, (ids, attempts) in self.ledger.take_stops().items():
+            self.fleet.stop(worker, ids, attempts)
 
     def _publish(self, decision: Publish) -> None:
         self.observer.publishing()

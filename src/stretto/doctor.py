@@ -96,11 +96,11 @@ def _kernels() -> Check:
 
     from stretto import sampling
     from stretto.draft import drafter
-    from stretto.engine import attention, packing, verify
+    from stretto.engine import attention, linear, packing, verify
 
     sampling.compile_kernels()
     attention.compile_kernels(torch.float32)
-    for module in (packing, verify, drafter):
+    for module in (linear, packing, verify, drafter):
         module.compile_kernels()
     # numba puts its cache beside the source, or into the user's cache folder where that cannot be written.
     caches = {kernel.stats.cache_path for kernel in vars(sampling).values() if hasattr(kernel, "stats")}

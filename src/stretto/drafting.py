@@ -1,4 +1,4 @@
-"""A run's drafting besides the engine: what it costs, and where its history comes from."""
+"""A run's drafting besides the engine: what it costs, and where its histories come from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 from stretto.assemble import Inputs, drafts, measure_steps, needs_step_ms
 from stretto.checkpoints import Checkpoint
 from stretto.config import Config
-from stretto.draft.drafter import HistoryDrafter
 from stretto.errors import StrettoError
-from stretto.history.log import read_rollouts
+from stretto.fleet import Drafting
+from stretto.history.lengths import LengthHistory
+from stretto.history.log import read_ended, read_rollouts
+from stretto.history.previous import PreviousVisits
 from stretto.observe.progress import Reporter
 from stretto.records import Rollout
 from stretto.run_folder import RunFolder
@@ -70,26 +72,54 @@ def read_earlier(config: Config, inputs: Inputs) -> list[Rollout]:
     return known
 
 
-def restore_drafter(
-    drafter: HistoryDrafter, config: Config, folder: RunFolder, checkpoint: Checkpoint, epoch: int
-) -> None:
-    """The drafter as it was at the checkpoint: its histories from the log, the newest visits only.
+def make_previous(config: Config) -> PreviousVisits | None:
+    """What prefix reuse takes responses from, where the configuration asks for it."""
+    reuse = config.reuse
+    if reuse.kind != "prefix":
+        return None
+    return PreviousVisits(seed=config.seed, lenience=reuse.lenience, residual=reuse.residual)
 
-    A damaged log is said and left out: it costs speed.
+
+def read_recent(config: Config, folder: RunFolder, step: int, epoch: int) -> list[list[Rollout]]:
+    """The responses of the newest visits in the log, step by step up to `step`.
+
+    A damaged log is said and left out where it costs speed; with prefix reuse it would change tokens, and StrettoError
+    is raised.
     """
-    state = checkpoint.state.get("draft")  # None: nothing was drafted until then
-    if state is not None:
-        drafter.load_state_dict(state, budget=state["budget_kind"] == config.draft.budget)
     oldest = epoch - config.history.window
     logs: list[list[Rollout]] = []
-    for step in range(checkpoint.step, 0, -1):
+    for number in range(step, 0, -1):
         try:
-            rollouts = read_rollouts(folder.log_file("consumed", step))
+            rollouts = read_rollouts(folder.log_file("consumed", number))
         except StrettoError as error:
-            logger.warning("nothing is drafted from step %d: %s", step, str(error).partition("\n")[0])
+            if config.reuse.kind == "prefix":
+                raise StrettoError(f'{error}\nreuse.kind = "prefix" takes responses from there') from error
+            logger.warning("nothing is drafted from step %d: %s", number, str(error).partition("\n")[0])
             continue
         logs.append([rollout for rollout in rollouts if rollout.visit >= oldest])
         if not logs[-1]:
             break
-    for rollouts in reversed(logs):
+    return logs[::-1]
+
+
+def restore_drafter(
+    drafter: Drafting, config: Config, checkpoint: Checkpoint, recent: list[list[Rollout]]
+) -> None:
+    """The drafter as it was at the checkpoint: what it had learned, and its histories from the log."""
+    state = checkpoint.state.get("draft")  # None: nothing was drafted until then
+    if state is not None:
+        drafter.load_state_dict(state, budget=state["budget_kind"] == config.draft.budget)
+    for rollouts in recent:
         drafter.remember(rollouts)
+
+
+def restore_lengths(lengths: LengthHistory, folder: RunFolder, step: int) -> None:
+    """What had been observed up to `step`, from the log; of a damaged file nothing, which is said."""
+    for number in range(1, step + 1):
+        try:
+            ended = read_ended(folder.log_file("rollouts", number))
+        except StrettoError as error:
+            logger.warning("no lengths are known from step %d: %s", number, str(error).partition("\n")[0])
+            continue
+        lengths.observe_lengths(ended)
+    lengths.metrics()  # those of the steps before have been written

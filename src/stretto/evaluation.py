@@ -56,6 +56,9 @@ class _NoLearner:
     def begin(self, batch: UpdateBatch) -> None:
         raise AssertionError("an evaluation has no update batches")
 
+    def accumulate(self, batch: UpdateBatch) -> None:
+        raise AssertionError("an evaluation has no update batches")
+
     def publish(self) -> WeightsRef:
         raise AssertionError("an evaluation publishes no weights")
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from stretto.buffer import Ledger
 from stretto.config import Config
-from stretto.draft.drafter import HistoryDrafter
 from stretto.evaluation import Evaluation
-from stretto.fleet import Fleet
-from stretto.observe.metrics import Generation, Seconds, step_metrics
+from stretto.fleet import Drafting, Fleet
+from stretto.history.lengths import LengthHistory
+from stretto.history.previous import PreviousVisits
+from stretto.observe.metrics import Generation, Seconds, reuse_metrics, step_metrics
 from stretto.observe.progress import Reporter
 from stretto.observe.timeline import Timeline
 from stretto.observe.trackers import Trackers
@@ -28,7 +29,8 @@ from stretto.schedule import Schedule
 from stretto.tasks.prompts import PromptStream
 from stretto.tasks.workers import RewardWorkers
 
-ENGINE_METRICS = ("steps", "prefill_tokens", "model_seconds", "sampling_seconds")
+SENT_BACK = ("refreshes", "forced_refreshes")
+ENGINE_METRICS = ("steps", "decode_steps", "prefill_tokens", "model_seconds", "sampling_seconds")
 
 
 @dataclass(slots=True)
@@ -74,7 +76,9 @@ class Recorder:
         reporter: Reporter,
         trackers: Trackers,
         evaluate: Callable[[], Evaluation] | None,
-        drafter: HistoryDrafter | None,
+        drafter: Drafting | None,
+        previous: PreviousVisits | None,
+        lengths: LengthHistory,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -88,7 +92,8 @@ class Recorder:
         self.reporter = reporter
         self.trackers = trackers
         self._evaluate = evaluate
-        self.drafter = drafter
+        self._beside = schedule.overlaps and config.fleet.kind == "processes"
+        self.drafter, self.previous, self.lengths = drafter, previous, lengths
         self.timeline = Timeline(folder.path / "timeline.json")
         self.boundary: Boundary | None = None
         # accuracy, step; without an accuracy where it cannot be compared with those to come
@@ -100,11 +105,15 @@ class Recorder:
     # ---- what the controller tells ------------------------------------------------------------------
 
     def harvested(self, batch: UpdateBatch) -> None:
-        self._batch = batch
+        before = self._batch.rollouts if self._batch is not None else []
+        rollouts = sorted([*before, *batch.rollouts], key=lambda rollout: rollout.request_id)
+        self._batch = UpdateBatch(batch.version, rollouts)
         self._clock.harvested = self.runtime.now()
-        self._clock.last_finished = max(r.finished_at for r in batch.rollouts)
+        self._clock.last_finished = max((r.finished_at for r in rollouts), default=self._clock.harvested)
         if self.drafter is not None:
             self.drafter.remember(batch.rollouts)  # built while the learner is at work
+        if self.previous is not None:
+            self.previous.remember(batch.rollouts)
 
     def publishing(self) -> None:
         self._clock.published = self.runtime.now()
@@ -116,9 +125,10 @@ class Recorder:
         """The boundary of step `event.version`: write it all down."""
         assert self._batch is not None
         step, arrived = event.version, self.runtime.now()
+        finished = self.ledger.take_finished()
+        self.lengths.observe(finished)
         metrics = self._metrics(self._batch, event)
         self.reporter.step(metrics)
-        finished = self.ledger.take_finished()
         self.folder.log_step(step, finished, self._batch.rollouts)
         last = step >= self.config.steps
         every = self.config.eval.every
@@ -254,10 +264,10 @@ class Recorder:
             ),
             generation=Generation(
                 busy=engine["busy_slot_seconds"],
-                # In this process nothing is generated while the learner or the recorder is at work.
-                available=slots * generating,
+                # In this process, and in turns, nothing is generated while learner or recorder are at work.
+                available=slots * (now - clock.began if self._beside else generating),
                 discarded_tokens=int(counters["discarded_tokens"]),
-                reverified_tokens=int(engine["reverified_tokens"]),
+                reverified_tokens=int(engine["reverified_tokens"] + counters["reverified_tokens"]),
                 decoded_tokens=int(engine["decode_tokens"]),
                 decoding_steps=int(engine["decode_steps"]),
                 drafted=int(engine["drafted_tokens"]),
@@ -265,8 +275,12 @@ class Recorder:
                 reward_errors=int(counters["reward_errors"]),
                 reward_timeouts=int(counters["reward_timeouts"]),
                 extra={f"engine/{name}": engine[name] for name in ENGINE_METRICS}
+                | {f"rollout/{name}": value for name, value in counters.items() if name in SENT_BACK}
+                | {f"rollout/{name}": value for name, value in counters.items() if "discarded/" in name}
                 | self.schedule.metrics()
+                | self.lengths.metrics()
                 | (self.drafter.metrics() if self.drafter is not None else {})
+                | (reuse_metrics(engine) if self.previous is not None else {})
                 | {f"reward/{name}": workers[f"reward/{name}"] for name in ("retried", "restarted")},
             ),
             learner=event.metrics,

@@ -18,6 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from stretto.alternatives import Alternatives
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -50,6 +52,7 @@ class Purpose(StrEnum):
     TRAIN = "train"
     EVAL = "eval"
     REFRESH = "refresh"  # whether noise is drawn anew; no sample's
+    REUSE = "reuse"  # whether an earlier visit's token is kept; no sample's
 
 
 Running = Literal["continue", "recompute", "stop"]
@@ -93,6 +96,18 @@ def prompt_uid(token_ids: IntArray) -> str:
     return hashlib.blake2b(token_ids.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """An earlier visit's response, of which a request keeps a prefix; see `stretto.history.prefix`."""
+
+    key: int  # unsigned 64 bit, of what decides, and of no sample
+    token_ids: IntArray  # (N,)
+    logprobs: FloatArray  # (N,), processed, under the weights of that visit
+    top: Alternatives | None  # at these N places, where they were kept
+    lenience: float
+    residual: bool  # after a rejection draw from the residual instead of the policy
+
+
 @dataclass(slots=True)
 class Request:
     """Command to an engine: generate a response, from its prompt or from the tokens it has.
@@ -109,6 +124,10 @@ class Request:
     turn_start: int  # position at which the current turn began; stop strings are looked for from here
     key: int  # unsigned 64 bit
     sampling: SamplingParams
+    # (N,) what an earlier attempt under the same key said, from position 0 on: a draft, which changes no token
+    draft_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    reuse: Reuse | None = None  # not exact: the response begins with what this keeps
+    max_new: int | None = None  # new tokens of this attempt, after which the engine lets go of it (`Stopped`)
 
 
 # ---- events: what engines, rewards, learner and clock report ----------------------------------------
@@ -131,6 +150,7 @@ class Progress:
     raw_logprobs: FloatArray | None = None  # (T,), temperature only
     drafted: IntArray | None = None  # (R,), tokens that were proposed for them,
     accepted: IntArray | None = None  # (R,), and how many of those were right
+    top: Alternatives | None = None  # at the T places
 
 
 @dataclass(slots=True)
@@ -157,6 +177,7 @@ class Observed:
     """The environment's turn: tokens to append with loss mask 0, or `done`."""
 
     id: int
+    attempt: int  # of the response that it answers
     token_ids: IntArray  # (T,)
     done: bool
 
@@ -166,6 +187,7 @@ class Scored:
     """The reward of a finished response. `status` other than "ok" carries `reward = nan` and a `message`."""
 
     id: int
+    attempt: int  # of the response that was graded
     reward: float
     status: RewardStatus = "ok"
     parts: Mapping[str, float] = field(default_factory=dict)  # by reward function, before weighting
@@ -255,10 +277,14 @@ class Admit:
 
 @dataclass(slots=True)
 class Start:
-    """Hand waiting requests to a worker; it runs them in this order as its slots allow."""
+    """Hand waiting requests to a worker; it runs them in this order as its slots allow.
+
+    With `max_new` it lets go of each after so many new tokens, which are kept (PARKED).
+    """
 
     ids: Sequence[int]
     worker: int
+    max_new: int | None = None
 
 
 @dataclass(slots=True)
@@ -270,10 +296,21 @@ class Stop:
 
 
 @dataclass(slots=True)
-class Harvest:
-    """Close an update batch with these scored requests and give it to the learner."""
+class Discard:
+    """Give requests up, whatever their state; running ones are taken off their workers."""
 
     ids: Sequence[int]
+    reason: str
+
+
+@dataclass(slots=True)
+class Harvest:
+    """Give these scored requests to the learner. The `final` one of a version closes its update batch: the optimiser
+    step is made, and the staleness gate is applied. Those before it only add their gradients.
+    """
+
+    ids: Sequence[int]
+    final: bool = True
 
 
 @dataclass(slots=True)
@@ -291,7 +328,7 @@ class Wake:
     at: float
 
 
-Decision = Admit | Start | Stop | Harvest | Publish | Wake
+Decision = Admit | Start | Stop | Discard | Harvest | Publish | Wake
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------
@@ -326,6 +363,10 @@ class Rollout:
     finished_at: float = float("nan")
     drafted: int = 0
     accepted: int = 0
+    top: Alternatives | None = None  # at the N places, where they are kept
+    discard_reason: str = ""
+    refreshes: int = 0  # how often its tokens were dropped and generated again
+    draft_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # those dropped last
 
     @property
     def oldest_version(self) -> int:
@@ -340,6 +381,7 @@ class UpdateBatch:
 
     version: int  # of the trainer when the batch was closed
     rollouts: list[Rollout]
+    final: bool = True  # False: a part of an update that others follow
 
     @property
     def staleness(self) -> list[int]:

@@ -8,14 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.assemble import Inputs, make_drafter, make_engine, sampling_params
+from transformers import PreTrainedModel
+
+from stretto.assemble import (
+    Inputs,
+    make_drafter,
+    make_engine,
+    make_process_fleet,
+    sampling_params,
+    with_fleet_threads,
+)
 from stretto.buffer import Ledger
+from stretto.checkpoints import Checkpoint
 from stretto.config import Config
 from stretto.controller import Controller
-from stretto.drafting import restore_drafter, with_step_ms
+from stretto.drafting import make_previous, read_recent, restore_drafter, restore_lengths, with_step_ms
 from stretto.evaluation import Evaluation, evaluate
+from stretto.fleet import Drafting, Fleet
 from stretto.fleet.in_process import InProcessFleet
+from stretto.fleet.process import ProcessFleet
+from stretto.history.lengths import LengthHistory
 from stretto.history.log import read_rollouts
+from stretto.learn.background import BackgroundLearner
 from stretto.learn.learner import Learner
 from stretto.model import load_model
 from stretto.observe.progress import Reporter
@@ -24,7 +38,7 @@ from stretto.recorder import Recorder
 from stretto.records import Rollout
 from stretto.run_folder import RunFolder
 from stretto.runtime import LiveRuntime
-from stretto.schedule import make_schedule
+from stretto.schedule import ledger_options, make_schedule
 from stretto.tasks.grading import Grader
 from stretto.tasks.prompts import PromptStream
 from stretto.tasks.workers import RewardWorkers
@@ -58,10 +72,12 @@ class Run:
         self.inputs, self.earlier, self.workers = inputs, earlier, workers
         self.runtime, self.folder, self.reporter = runtime, folder, reporter
         self.model = load_model(config.model)
+        config = with_fleet_threads(config)
         self.config = config = with_step_ms(config, self.model, inputs.max_model_len, reporter)
-        self.schedule = make_schedule(config.schedule)
-        shared = not self.schedule.overlaps and config.fleet.weights != "copy"
-        engine_model = self.model if shared else load_model(config.model)
+        self.lengths = LengthHistory()
+        self.schedule = make_schedule(config.schedule, self.lengths)
+        in_process = config.fleet.kind == "in_process"
+        shared = in_process and not self.schedule.overlaps and config.fleet.weights != "copy"
         self.learner = Learner(
             self.model,
             config.learner,
@@ -73,28 +89,61 @@ class Run:
             deterministic=config.deterministic,
             seed=config.seed,
         )
-        self.ledger = Ledger(
-            sampling_params(config, inputs.tokenizer),
-            seed=config.seed,
-            multi_turn=workers.multi_turn,
-            max_model_len=inputs.max_model_len,
-            refresh=config.reuse.refresh if config.reuse.kind == "noise" else 1.0,
-            now=runtime.now,
+        self.previous = make_previous(config)
+        self.ledger = self._make_ledger()
+        self.grader = Grader(
+            workers, inputs.tokenizer, runtime.post, stop_on_error=config.reward.on_error == "stop"
         )
-        self.drafter = make_drafter(config, runtime.now)
-        engine = make_engine(
-            config, engine_model, inputs.tokenizer, inputs.max_model_len, runtime.now, self.drafter
-        )
-        self.fleet = InProcessFleet([engine], runtime.post)
+        self.background: BackgroundLearner | None = None
+        self.fleet: Fleet
+        self.drafter: Drafting | None
+        if in_process:
+            engine_model = self.model if shared else load_model(config.model)
+            self.fleet, self.drafter = self._engine_here(engine_model)
+        else:
+            self.background = BackgroundLearner(self.learner, runtime.post, runtime.now)
+            stack.callback(self.background.close)
+            self.fleet, self.drafter = self._engines_in_processes(self.background)
         stack.callback(self.fleet.close)
         self.stream = PromptStream(inputs.train, seed=config.seed, shuffle=config.data.shuffle)
         trackers = open_trackers(config, folder.path, reporter.message)
         stack.callback(trackers.close)
         self.recorder = self._make_recorder(trackers)
-        stop = config.reward.on_error == "stop"
-        self.grader = Grader(workers, inputs.tokenizer, runtime.post, stop_on_error=stop)
-        runtime.local, runtime.expecting = self.fleet, lambda: self.grader.outstanding > 0
         self.unanswered: list[Rollout] = []
+
+    def _make_ledger(self) -> Ledger:
+        config = self.config
+        return Ledger(
+            sampling_params(config, self.inputs.tokenizer),
+            seed=config.seed,
+            multi_turn=self.workers.multi_turn,
+            max_model_len=self.inputs.max_model_len,
+            refresh=config.reuse.refresh if config.reuse.kind == "noise" else 1.0,
+            reuse=self.previous.reuse if self.previous is not None else None,
+            now=self.runtime.now,
+            **ledger_options(config.schedule),
+        )
+
+    def _engine_here(self, model: PreTrainedModel) -> tuple[Fleet, Drafting | None]:
+        config, runtime, inputs = self.config, self.runtime, self.inputs
+        drafter = make_drafter(config, runtime.now)
+        engine = make_engine(config, model, inputs.tokenizer, inputs.max_model_len, runtime.now, drafter)
+        fleet = runtime.local = InProcessFleet([engine], runtime.post)
+        runtime.expecting = lambda: self.grader.outstanding > 0
+        return fleet, drafter
+
+    def _engines_in_processes(self, learner: BackgroundLearner) -> tuple[Fleet, Drafting | None]:
+        fleet, drafter = make_process_fleet(
+            self.config, self.inputs.max_model_len, self.runtime.post, self.folder.path / "weights"
+        )
+
+        def expecting() -> bool:
+            # Both are asked every time, since they then say what has gone wrong.
+            owes = [learner.expecting(), fleet.expecting()]
+            return any(owes) or self.grader.outstanding > 0
+
+        self.runtime.expecting = expecting
+        return fleet, drafter
 
     def _make_recorder(self, trackers: Trackers) -> Recorder:
         return Recorder(
@@ -111,13 +160,22 @@ class Run:
             trackers,
             self._evaluate if self.inputs.test else None,
             self.drafter,
+            self.previous,
+            self.lengths,
         )
 
     def begin(self) -> None:
         """Step 0: the evaluation before the first update."""
         if self.drafter is not None:
             self.drafter.remember(self.earlier)
+        self._await_workers()
         self.recorder.begin()
+
+    def _await_workers(self) -> None:
+        """Their start belongs to no step."""
+        if isinstance(self.fleet, ProcessFleet):
+            self.reporter.message(f"{self.config.fleet.workers} workers load the model")
+            self.fleet.wait_until_ready()
 
     def restore(self, step: int | None, eval_changed: Sequence[str]) -> None:
         """Back to the newest checkpoint; what is later is written again.
@@ -136,9 +194,7 @@ class Run:
         self.unanswered = self.ledger.load_state_dict(state["ledger"], in_flight)
         self.stream.load_state_dict(state["prompts"])
         self.schedule.load_state_dict(state["schedule"])
-        if self.drafter is not None:
-            self.drafter.remember(self.earlier)
-            restore_drafter(self.drafter, self.config, self.folder, checkpoint, self.stream.epoch)
+        self._restore_history(checkpoint)
         # Only now is anything removed: what is wrong with data or checkpoint has been said above.
         self.folder.rewind(checkpoint.step)
         best = state["best"]
@@ -146,9 +202,21 @@ class Run:
             self.recorder.best = (None if eval_changed else best[0], best[1])
         self.runtime.continue_from(state["elapsed"])
         self.reporter.message(f"goes on from step {checkpoint.step}")
+        self._await_workers()
         self.recorder.resumed(state["owed"])
-        self.fleet.load(self.learner.publish(), [0], "continue")
-        self.fleet.step()  # takes the weights; the worker then comes up with them
+
+    def _restore_history(self, checkpoint: Checkpoint) -> None:
+        """What drafts, prefix reuse and predictions of lengths come from, as it was at the checkpoint."""
+        restore_lengths(self.lengths, self.folder, checkpoint.step)
+        if self.drafter is None and self.previous is None:
+            return
+        recent = read_recent(self.config, self.folder, checkpoint.step, self.stream.epoch)
+        if self.drafter is not None:
+            self.drafter.remember(self.earlier)
+            restore_drafter(self.drafter, self.config, checkpoint, recent)
+        if self.previous is not None:
+            for rollouts in recent:
+                self.previous.remember(rollouts)
 
     def go(self) -> RunResult:
         """The loop, to its end."""
@@ -159,7 +227,7 @@ class Run:
             self.fleet,
             _Progress(self.grader, self.ledger, self.reporter),
             self.stream,
-            self.learner,
+            self.background or self.learner,
             self.recorder,
         )
         self.grader.submit(self.unanswered)

@@ -130,28 +130,42 @@ class SimulatedRuntime:
     def __init__(self) -> None:
         self._now = 0.0
         self._order = itertools.count()
-        self._heap: list[tuple[float, int, Event | Callable[[], list[Event]]]] = []
+        self._heap: list[tuple[float, int, list[Event] | Callable[[], list[Event]]]] = []
+        self._soon: list[Callable[[], None]] = []
 
     def now(self) -> float:
         return self._now
 
     def post(self, event: Event, delay: float = 0.0) -> None:
-        heapq.heappush(self._heap, (self._now + delay, next(self._order), event))
+        self.deliver(self._now + delay, [event])
+
+    def deliver(self, when: float, events: list[Event]) -> None:
+        """These events arrive at that time, together."""
+        heapq.heappush(self._heap, (max(when, self._now), next(self._order), events))
 
     def call_at(self, when: float, tick: Callable[[], list[Event]]) -> None:
         """Call `tick` at that time; what it returns arrives then."""
         heapq.heappush(self._heap, (max(when, self._now), next(self._order), tick))
 
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call it before time goes on: once for all that is said to an engine at one moment."""
+        self._soon.append(call)
+
     def wait(self, until: float | None = None) -> list[Event]:
+        heap = self._heap
         events: list[Event] = []
         while not events:
-            if not self._heap or (until is not None and self._heap[0][0] > until):
+            while self._soon:
+                calls, self._soon = self._soon, []
+                for call in calls:
+                    call()
+            if not heap or (until is not None and heap[0][0] > until):
                 if until is None:
                     raise RuntimeError("nothing is left to happen: the schedule has come to a stand")
                 self._now = max(self._now, until)
                 return [Timer()]
-            self._now = self._heap[0][0]
-            while self._heap and self._heap[0][0] == self._now:
-                item = heapq.heappop(self._heap)[2]
-                events += item() if callable(item) else [item]
+            self._now = heap[0][0]
+            while heap and heap[0][0] == self._now:
+                item = heapq.heappop(heap)[2]
+                events += item() if callable(item) else item
         return events

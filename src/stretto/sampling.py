@@ -21,6 +21,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from stretto.alternatives import Alternatives, LogprobArray, TokenArray
 from stretto.errors import StrettoError
 from stretto.records import FloatArray, IntArray, Purpose
 
@@ -83,9 +84,26 @@ def request_key(
             break
         visit -= 1
     numbers = [int(number) for number in (seed, occurrence, sample_index, visit, attempt_key)]
-    fields = [str(purpose), prompt_uid, *numbers]
-    encoded = json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()  # quoted: unambiguous
-    return int.from_bytes(blake2b(encoded, digest_size=8, person=b"stretto.key.1").digest(), "little")
+    return _hashed(
+        json.dumps([str(purpose), prompt_uid, *numbers], separators=(",", ":"))
+    )  # quoted: unambiguous
+
+
+def request_keys(
+    seed: int, purpose: Purpose, prompt_uid: str, occurrence: int, samples: int, visit: int, refresh: float
+) -> list[int]:
+    """`request_key` of the samples 0 .. `samples` - 1 of a group."""
+    if visit > 0 and refresh < 1.0:
+        what = (seed, purpose, prompt_uid, occurrence)
+        return [request_key(*what, i, visit, refresh=refresh) for i in range(samples)]
+    head = json.dumps([str(purpose), prompt_uid, int(seed), int(occurrence)], separators=(",", ":"))[:-1]
+    return [_hashed(f"{head},{i},{int(visit)},0]") for i in range(samples)]
+
+
+def _hashed(encoded: str) -> int:
+    return int.from_bytes(
+        blake2b(encoded.encode(), digest_size=8, person=b"stretto.key.1").digest(), "little"
+    )
 
 
 @dataclass(slots=True)
@@ -103,25 +121,30 @@ class SamplingColumns:
 
 @dataclass(slots=True)
 class Sampled:
-    """One token for each of R rows, all of shape (R,); the log-probs are float64.
+    """One token for each of R rows, with float64 log-probs, and the K most probable tokens of each.
 
     At temperature 0 the processed distribution is a single point, so `logprobs` is 0, and `raw_logprobs`
     is taken at temperature 1.
     """
 
-    token_ids: IntArray
-    logprobs: FloatArray  # under the processed distribution, the one sampled from
-    raw_logprobs: FloatArray  # with the temperature only
+    token_ids: IntArray  # (R,)
+    logprobs: FloatArray  # (R,), under the processed distribution, the one sampled from
+    raw_logprobs: FloatArray  # (R,), with the temperature only
+    top: Alternatives
 
 
-def sample(logits: AnyFloatArray, keys: KeyArray, positions: IntArray, how: SamplingColumns) -> Sampled:
+def sample(
+    logits: AnyFloatArray, keys: KeyArray, positions: IntArray, how: SamplingColumns, alternatives: int = 0
+) -> Sampled:
     """Draw one token per row of `logits` (R, V), float32 or float64, with each row's own key and position.
 
+    `alternatives`: how many of the most probable tokens to report of each row, the drawn one perhaps among them.
     Raises `StrettoError` if a row holds a NaN or has no finite maximum: any token would be a lie.
     """
     logits = np.ascontiguousarray(logits)
     count, vocabulary = logits.shape
-    sampled = Sampled(np.empty(count, np.int64), np.empty(count), np.empty(count))
+    top = Alternatives.none(count, alternatives)
+    sampled = Sampled(np.empty(count, np.int64), np.empty(count), np.empty(count), top)
     truncated = (how.top_k > 0) | (how.top_p < 1.0) | (how.min_p > 0.0)
     block = max(1, min(count, BLOCK // vocabulary))  # rows whose weights stay in the processor's cache
     weights, totals = np.empty((block, vocabulary)), np.empty((2, block))
@@ -135,6 +158,8 @@ def sample(logits: AnyFloatArray, keys: KeyArray, positions: IntArray, how: Samp
             logits, how.temperature, keys, positions, rows, weights, totals,
             sampled.token_ids, sampled.logprobs, sampled.raw_logprobs,
         )  # fmt: skip
+        if alternatives:
+            _most_probable(how.temperature, rows, weights, totals, top.token_ids, top.logprobs)
     refuse_broken(sampled.token_ids)
     return sampled
 
@@ -184,7 +209,7 @@ def compile_kernels() -> None:
     keys, positions = np.zeros(1, np.uint64), np.zeros(1, np.int64)
     how = SamplingColumns(np.ones(1), np.zeros(1, np.int64), np.ones(1), np.zeros(1))
     for dtype in (np.float32, np.float64):
-        sample(np.zeros((1, 2), dtype), keys, positions, how)
+        sample(np.zeros((1, 2), dtype), keys, positions, how, alternatives=1)
     gumbel(keys, positions, positions)
 
 
@@ -216,15 +241,15 @@ def _noise(uniform: float) -> float:
 
 
 @kernel()
-def noise_of(key: np.uint64, position: int, token_id: int) -> float:
-    """`gumbel` of a single token id, for kernels."""
-    return _noise(_uniform(_stream(key, position), token_id))
+def exponential_of(key: np.uint64, position: int, token_id: int) -> float:
+    """The standard exponential variable E that the noise g = -log E of a token is made of, for kernels."""
+    return -math.log1p(-_uniform(_stream(key, position), token_id))
 
 
 @kernel()
 def _gumbel(keys: KeyArray, positions: IntArray, token_ids: IntArray, out: FloatArray) -> None:
     for i in range(out.size):
-        out[i] = noise_of(keys[i], positions[i], token_ids[i])
+        out[i] = -math.log(exponential_of(keys[i], positions[i], token_ids[i]))
 
 
 @kernel()
@@ -292,3 +317,35 @@ def _race(
         token_ids[row] = token
         logprobs[row] = gap - math.log(totals[1, i]) if divisor > 0.0 else 0.0
         raw_logprobs[row] = gap - math.log(totals[0, i])
+
+
+@kernel()
+def _most_probable(
+    temperature: FloatArray,
+    rows: IntArray,
+    weights: FloatArray,
+    totals: FloatArray,
+    token_ids: TokenArray,
+    logprobs: LogprobArray,
+) -> None:
+    """The `token_ids` (R, K) of the largest weights above 0 of rows[i], falling, and their log-probs; ties to the lower
+    id. At temperature 0 it is the token that is drawn.
+    """
+    largest = np.empty(token_ids.shape[1])
+    for i in range(rows.size):
+        most = largest.size if temperature[rows[i]] > 0.0 else 1
+        ids, count, least = token_ids[rows[i]], 0, 0.0
+        for v in range(weights.shape[1]):
+            weight = weights[i, v]
+            if weight > least:
+                place = min(count, most - 1)
+                count = place + 1
+                while place > 0 and largest[place - 1] < weight:
+                    largest[place], ids[place] = largest[place - 1], ids[place - 1]
+                    place -= 1
+                largest[place], ids[place] = weight, v
+                if count == most:
+                    least = largest[most - 1]
+        for place in range(count):
+            p = largest[place] / totals[1, i] if temperature[rows[i]] > 0.0 else 1.0
+            logprobs[rows[i], place] = math.log(p)

@@ -10,32 +10,40 @@ import numpy as np
 import torch
 
 from stretto import sampling
+from stretto.alternatives import Alternatives
 from stretto.records import FloatArray, IntArray
 from stretto.sampling import KeyArray, Sampled, SamplingColumns
 
 _BLOCK = 1 << 24  # scores held at a time: 128 MiB each for noise, scores and weights
 
 
-def sample(logits: torch.Tensor, keys: KeyArray, positions: IntArray, how: SamplingColumns) -> Sampled:
+def sample(
+    logits: torch.Tensor, keys: KeyArray, positions: IntArray, how: SamplingColumns, alternatives: int = 0
+) -> Sampled:
     """Draw one token per row of `logits` (R, V) of any floating dtype; see `stretto.sampling.sample`."""
     if logits.device.type == "cpu":
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return sampling.sample(wide.contiguous().numpy(), keys, positions, how)
-    return sample_on_device(logits, keys, positions, how)
+        return sampling.sample(wide.contiguous().numpy(), keys, positions, how, alternatives)
+    return sample_on_device(logits, keys, positions, how, alternatives)
 
 
 def sample_on_device(
-    logits: torch.Tensor, keys: KeyArray, positions: IntArray, how: SamplingColumns
+    logits: torch.Tensor, keys: KeyArray, positions: IntArray, how: SamplingColumns, alternatives: int = 0
 ) -> Sampled:
-    """The same with torch operations on the logits' own device."""
+    """The same with torch operations on the logits' own device; equally probable alternatives in any order."""
     count, vocabulary = logits.shape
     block = max(1, _BLOCK // vocabulary)
     parts = []
     for start in range(0, count, block):
         rows = np.arange(start, min(start + block, count))
-        parts.append(_sample_block(logits[start : start + block], keys[rows], positions[rows], how[rows]))
+        parts.append(
+            _sample_block(logits[start : start + block], keys[rows], positions[rows], how[rows], alternatives)
+        )
     columns = torch.cat(parts, dim=1).cpu().numpy()
-    sampled = Sampled(columns[0].astype(np.int64), columns[1], columns[2])
+    top, shown = Alternatives.none(count, alternatives), min(alternatives, vocabulary)
+    top.token_ids[:, :shown] = columns[3 : 3 + shown].T
+    top.logprobs[:, :shown] = columns[3 + shown :].T
+    sampled = Sampled(columns[0].astype(np.int64), columns[1], columns[2], top)
     sampling.refuse_broken(sampled.token_ids)
     return sampled
 
@@ -52,9 +60,11 @@ def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torc
 
 
 def _sample_block(
-    logits: torch.Tensor, keys: KeyArray, positions: IntArray, how: SamplingColumns
+    logits: torch.Tensor, keys: KeyArray, positions: IntArray, how: SamplingColumns, alternatives: int
 ) -> torch.Tensor:
-    """Token ids, log-probs and raw log-probs as (3, R) float64: ids are exact in it."""
+    """Token ids, log-probs, raw log-probs, the alternatives' ids and log-probs as (3 + 2 * K, R) float64: ids are exact
+    in it. K is at most the vocabulary's size.
+    """
     device = logits.device
 
     def column(array: IntArray | FloatArray) -> torch.Tensor:
@@ -76,7 +86,13 @@ def _sample_block(
     chosen = relative.gather(1, token[:, None])[:, 0]
     logprob = torch.where(greedy, 0.0, chosen - kept.log())
     token = torch.where(total.isfinite(), token, -1)
-    return torch.stack([token.double(), logprob, chosen - total.log()])
+    drawn = torch.stack([token.double(), logprob, chosen - total.log()])
+    if not alternatives:
+        return drawn
+    point = torch.zeros_like(weights).scatter(1, token.clamp(min=0)[:, None], 1.0)
+    processed = torch.where(greedy[:, None], point, weights / kept[:, None])
+    largest, ids = processed.topk(min(alternatives, processed.shape[1]), dim=1)
+    return torch.cat([drawn, torch.where(largest > 0, ids, -1).double().T, largest.log().T])
 
 
 def _truncate(

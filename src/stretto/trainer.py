@@ -8,12 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from stretto.assemble import (
-    Inputs,
-    available_cores,
-    read_inputs,
-    settle_process,
-)
+from stretto.assemble import Inputs, read_inputs, settle_process, with_fleet_changes, with_threads
 from stretto.config import (
     COMPARED,
     Config,
@@ -83,8 +78,7 @@ class Trainer:
         reward: Rewards | None = None,
         reporter: Reporter | None = None,
     ) -> None:
-        # Pinned, so that a resumed run has as many on another machine too: sums depend on it.
-        self.config = config.model_copy(update={"threads": config.threads or available_cores()})
+        self.config = with_threads(config)  # as many on every machine where it is resumed
         self.data = data
         self.reward_functions = _as_list(reward)
         self.reporter = reporter or SilentReporter()
@@ -113,7 +107,7 @@ class Trainer:
         folder = Path(folder)
         with RunFolder.open(folder) as run:
             saved = load_config(run.path / "config.toml")
-        wanted = load_config(run.path / "config.toml", changes or {})
+        wanted = load_config(run.path / "config.toml", with_fleet_changes(changes or {}))
         check_resumable(saved, wanted)
         trainer = cls(wanted, data=data, reward=reward, reporter=reporter)
         trainer.path, trainer._resuming, trainer._resume_step = folder, True, step

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     import torch
@@ -17,12 +21,14 @@ class WeightsRef:
 
     `shared`: the engine already holds the learner's own tensors; nothing moves, the version changes. Legal only
     where generation and update cannot overlap. `copy`: `tensors`, which nobody changes any more, are copied into the
-    engine's own module.
+    engine's own module. `file`: they are read from the safetensors file at `location`, and must have `digest`.
     """
 
     version: int
-    kind: Literal["shared", "copy"]
-    tensors: Mapping[str, torch.Tensor]
+    kind: Literal["shared", "copy", "file"]
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    location: str = ""
+    digest: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -39,3 +45,77 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def read_weights(ref: WeightsRef) -> WeightsRef:
+    """What a `file` names, as a `copy`. Raises StrettoError if the file is missing or not what was published."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(ref.location)
+    except (OSError, SafetensorError) as error:
+        raise StrettoError(
+            f"weights of version {ref.version}: {ref.location} cannot be read: {error}"
+        ) from error
+    if fingerprint(tensors) != ref.digest:
+        raise StrettoError(
+            f"weights of version {ref.version}: {ref.location} is not what was published: its fingerprint differs"
+        )
+    return WeightsRef(ref.version, "copy", tensors)
+
+
+class WeightFiles:
+    """Published weights in `folder`, a file for each version, for as long as a worker may still read it.
+
+    The folder is this object's own: what is in it, perhaps left by a killed run, is removed first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[int, WeightsRef] = {}  # by version
+        self._readers: dict[int, set[int]] = {}  # version -> workers that have not taken it yet
+        self.close()
+
+    def publish(self, ref: WeightsRef, workers: Iterable[int]) -> WeightsRef:
+        """The file with the tensors of `ref`, for these workers to read; written unless that version is there.
+
+        Raises StrettoError if the disk refuses.
+        """
+        if ref.version not in self._files:
+            self._files[ref.version] = self._write(ref)
+        self._readers.setdefault(ref.version, set()).update(workers)
+        self._remove_unread()
+        return self._files[ref.version]
+
+    def _write(self, ref: WeightsRef) -> WeightsRef:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        path = self._folder / f"version-{ref.version:06d}.safetensors"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file(dict(ref.tensors), path)
+        except (OSError, SafetensorError) as error:  # a full disk is a SafetensorError
+            raise StrettoError(
+                f"weights of version {ref.version}: cannot write {path} for the workers: {error}; "
+                "the run goes on from its newest checkpoint with `stretto resume`"
+            ) from error
+        return WeightsRef(ref.version, "file", location=str(path), digest=ref.fingerprint)
+
+    def taken(self, worker: int, version: int | None = None) -> None:
+        """`worker` has read `version`; None: it reads nothing any more."""
+        for each, readers in self._readers.items():
+            if version is None or each == version:
+                readers.discard(worker)
+        self._remove_unread()
+
+    def _remove_unread(self) -> None:
+        """Remove older files that nobody is about to read; the newest stays for workers that come up."""
+        for version in [v for v, readers in self._readers.items() if not readers and v != max(self._files)]:
+            del self._readers[version]
+            Path(self._files.pop(version).location).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,19 +1,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from stretto.alternatives import Alternatives
 from stretto.bench.arctic import ArcticDrafter, arctic
 from stretto.bench.draft import ALL, BestPath, bars, by_weight, main, ours
 from stretto.bench.draft_matrix import REPLACED, SHORT, Cell, geometric_means, matrix, step_cost, workload
+from stretto.bench.draft_noise import KNOWLEDGE, by_noise
 from stretto.bench.draft_speed import GROUP, LIVE, SAMPLES, Race, fill, new_drafter, synthesised
 from stretto.bench.recorded import EXCERPT, Recorded, read
 from stretto.bench.replay import replay
 from stretto.draft.budget import Batch, Fixed, NoDrafts
 from stretto.errors import StrettoError
+from stretto.history.log import write_rollouts
+from stretto.records import Prompt, Rollout, State, prompt_uid
+from stretto.sampling import gumbel
 from tests.draft.trees import forest
 
 BATCH = Batch(np.arange(2), np.zeros(2, np.int64), 2)
@@ -64,6 +70,66 @@ class TestExcerpt:
         printed = capsys.readouterr().out
         assert "batch 64  goodput" in printed
         assert "batch  1  none" in printed
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """The log of a run whose every token was drawn from three, evenly, by its key: at two visits."""
+    ids, logprobs = np.array([10, 11, 12]), np.full(3, np.log(1 / 3))
+    prompt = Prompt(0, prompt_uid(np.array([1])), 0, np.array([1]), {})
+    (tmp_path / "rollouts").mkdir()
+    for visit in range(2):
+        rollouts = []
+        for sample in range(8):
+            key = 1 + 8 * visit + sample
+            noise = gumbel(np.array([key], np.uint64), np.arange(30)[:, None], ids)
+            tokens = ids[noise.argmax(axis=1)]
+            top = Alternatives(
+                np.tile(ids, (30, 1)).astype(np.int32), np.tile(logprobs, (30, 1)).astype(np.float32)
+            )
+            same = np.full(30, logprobs[0])
+            rollouts.append(
+                Rollout(
+                    key,
+                    visit,
+                    prompt,
+                    sample,
+                    visit,
+                    key,
+                    tokens,
+                    same,
+                    same,
+                    np.zeros(30, np.int64),
+                    np.ones(30, np.bool_),
+                    outcome=State.CONSUMED,
+                    top=top,
+                )
+            )
+        write_rollouts(tmp_path / "rollouts" / f"step-00000{visit + 1}.parquet", rollouts, step=visit + 1)
+    return tmp_path
+
+
+class TestNoise:
+    def test_who_knows_noise_and_alternatives_is_right_where_counts_guess(self, run_folder: Path) -> None:
+        recorded = read(run_folder)
+        assert recorded.noise_known
+        rows = by_noise(recorded, 8, (("history",),))
+        found = {(row["known"], row["nodes"]): row["tokens_per_step"] for row in rows}
+        assert len(found) == 9
+        for nodes in (1, 4, 16):
+            counts, noise, both = (found[known.name, nodes] for known in KNOWLEDGE)
+            assert 1.0 < counts < both
+            assert noise < both
+        assert found["noise, with alternatives", 1] > 1.8  # two tokens a step are the most
+        assert {row["nodes"]: row["limit"] for row in rows}[1] == 2.0
+
+    def test_is_printed_for_a_run_and_left_out_where_nothing_is_known(
+        self, run_folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["--rollouts", str(run_folder), "--parts", "noise"]) == 0
+        assert "noise, with alternatives" in capsys.readouterr().out
+        assert main(["--targets", "3", "--parts", "noise"]) == 0
+        assert "noise" not in capsys.readouterr().out
 
 
 class TestMatrix:

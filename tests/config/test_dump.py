@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.config import Config, check_resumable, difference, dump_toml, load_config
+from stretto.config.checks import USED_BY
 from stretto.config.keys import KEYS, Key
 from stretto.errors import StrettoError
 
@@ -58,7 +59,19 @@ def configs(draw: st.DrawFn) -> Config:
     overrides |= {"data.chat_template": None, "reward.weights": None, "schedule.max_concurrent": None}
     # These belong together.
     overrides |= {"draft.nodes": 2, "draft.max_nodes": draw(st.integers(2, 64))}
+    overrides["history.alternatives"] = draw(st.integers(0, 32))
     overrides["draft.step_ms"] = draw(st.none() | st.just([0.5, 1.0, 3.0]))
+    overrides |= {
+        "learner.baseline": "group",
+        "schedule.off_policy_strategy": "refresh",
+        "schedule.unit": "group",
+    }
+    kind = overrides.get("schedule.kind", "synchronous")
+    others = [f"schedule.{key}" for key, kinds in USED_BY.items() if kind not in kinds]
+    overrides = {name: value for name, value in overrides.items() if name not in others}
+    for name in ("schedule.outlier_factor", "schedule.max_prompts_ratio"):
+        overrides |= {name: 1.0 + overrides[name]} if name in overrides else {}
+    overrides |= {"schedule.max_num_return_sequences": None, "fleet.workers": 1, "fleet.threads": None}
     overrides["sampling.stop"] = [text for text in overrides.get("sampling.stop", ()) if text]
     if overrides.get("data.path"):
         overrides["data.task"] = overrides["data.dataset"] = None
@@ -110,4 +123,4 @@ def test_a_resumed_run_may_change_only_what_does_not_make_it_another() -> None:
     with pytest.raises(StrettoError, match=r"learner\.eps = 1e-06 \(the run has 1e-08\)") as caught:
         check_resumable(saved, load_config(None, {"steps": 99, "learner.eps": 1e-6, "seed": 3}))
     assert "seed = 3 (the run has 0)" in str(caught.value)
-    assert "steps, checkpoint, eval, draft, history, track" in str(caught.value)
+    assert "steps, checkpoint, eval, draft, history, fleet, track" in str(caught.value)

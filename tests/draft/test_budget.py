@@ -89,9 +89,28 @@ class TestGoodput:
         assert again.floor == trees.estimates.min() / 2
         again.cost = dear
         assert not again.choose(trees, batch(trees, 1)).any()
-        assert again.floor == trees.estimates.max() / 2
+        assert again.floor == 0.8 * 2.0  # two requests make 2 tokens a second, and a node takes one second
+        again.cost = fair
         again.choose(forest([[]]), batch(forest([[]]), 1))  # no trees: it was too high
-        assert again.floor == trees.estimates.max() / 4
+        assert again.floor == 0.8
+        again.choose(forest([[]]), batch(forest([[]]), 1))
+        assert again.floor == 0.4
+
+    @settings(deadline=None)
+    @given(
+        drafts(requests=3, largest=6),
+        st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=3, max_size=3),
+        st.sampled_from(COSTS),
+        st.integers(1, 12),
+        st.booleans(),
+    )
+    def test_nothing_below_the_floor_is_chosen_at_a_step_alike(
+        self, trees: Drafts, weights: list[float], model: CostModel, tokens: int, weighted: bool
+    ) -> None:
+        given = batch(trees, tokens, np.array(weights[: trees.counts.size]) if weighted else None)
+        budget = Goodput(model)
+        kept = budget.choose(trees, given)
+        assert (trees.estimates[kept] >= budget.floor).all()
 
     def test_fades_out_as_the_batch_fills(self) -> None:
         """A chain of halves; the step costs 1 s up to 8 tokens, 1/8 s for each further one."""

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from stretto.draft import SOURCES
 from stretto.draft.budget import Fixed, Goodput
 from stretto.draft.cost import CostModel
-from stretto.draft.drafter import DEPTHS, START, HistoryDrafter
+from stretto.draft.counters import DEPTHS
+from stretto.draft.drafter import START, HistoryDrafter
 from stretto.history.log import read_rollouts, write_rollouts
 from tests.draft.engine import columns, drafter, propose, request, rollout, verify, write
 from tests.draft.trees import parent_closed
@@ -204,7 +205,7 @@ def test_histories_from_the_log_are_those_that_were_live(texts: list[list[int]],
         it.index.wait([uid])
         assert it.index.open(uid) == 0
     for ours, theirs in zip(live.index.arrays(), resumed.index.arrays(), strict=True):
-        assert np.array_equal(ours, theirs)
+        assert np.array_equal(np.asarray(ours), np.asarray(theirs))
 
 
 def test_metrics_count_what_each_source_said() -> None:
@@ -259,6 +260,27 @@ def play(seed: int, steps: int = 60) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_any_order_of_begins_stops_and_ends(seed: int) -> None:
     play(seed)
+
+
+def test_what_is_never_worth_checking_is_asked_for_less_often_until_a_request_begins() -> None:
+    cost = CostModel()
+    cost.fit([(1, 1.0), (2, 1000.0)])
+    it = drafter(budget=Goodput(cost), sources=["history"])
+    it.remember([rollout([1, 2, 3, 4] * 20)])
+    it.begin(0, request(0))
+
+    def asked(steps: int) -> list[bool]:
+        found = []
+        for _ in range(steps):
+            it.budget.floor = 0.0  # so that what was asked for was offered
+            it.metrics()
+            assert not propose(it, [0], [0]).counts.any()
+            found.append(it.metrics()["spec/proposed"] > 0)
+        return found
+
+    assert asked(20) == [True] * 9 + [False, False, False, True] * 2 + [False] * 3
+    it.begin(1, request(1))
+    assert asked(3) == [True, True, True]
 
 
 SCRIPT = """

@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.alternatives import Alternatives
 from stretto.draft.calibration import BESIDE_HISTORY, Calibration, calibrated, depth_bucket
-from stretto.draft.estimates import BRANCHES, LEVELS, advance_prompts
+from stretto.draft.estimates import BRANCHES, LEVELS, advance_live
 from stretto.draft.tree import HISTORY, PROMPT, SIBLINGS, Grown, Matches, Rules, grow, room_for
 from stretto.history.automaton import LivePool
-from stretto.history.frozen import Arena, advance_all, freeze
+from stretto.history.frozen import Arena, freeze
+from stretto.history.mixtures import join_rows, rows_of
 from stretto.sampling import gumbel
-from tests.draft.trees import Text, places
+from tests.draft.trees import Text, advance_texts, places
 
 START = 99
 KEY, POSITION = 12345, 7
@@ -198,9 +200,8 @@ def grown_tree(
         )
         handle = arena.add(freeze(tokens, offsets, values))
     bases = arena.bases(np.array([handle]))
-    state, length = zero.copy(), zero.copy()
+    state, length = advance_texts(arena, bases, [own])
     text = np.array(own, np.int64)
-    advance_all(arena.arrays, bases, state, length, zero + len(own), text)
     pool = LivePool()
     group, last = -1, zero.copy()
     if sources.siblings:
@@ -216,7 +217,8 @@ def grown_tree(
         where[0] = pool.root(prompt)
         end = where.copy()
         pool.extend(zero + prompt, end, zero + len(sources.prompt), np.array(sources.prompt, np.int64))
-        advance_prompts(pool.arrays, zero + prompt, where, matched, zero + len(own), text)
+        for token in own:
+            where[0], matched[0] = advance_live(pool.arrays, prompt, int(where[0]), int(matched[0]), token)
     matches = Matches(*bases, state, length, zero + group, last, zero + prompt, where, matched)
     grown = room_for(1, max_nodes)
     counts = grow(
@@ -386,6 +388,41 @@ class TestTrees:
         p = 0.3
         noise = gumbel(np.arange(20_000, dtype=np.uint64), np.zeros(1, np.int64), np.full(1, 5))
         assert np.exp(-((1.0 - p) / p) * np.exp(-noise)).mean() == pytest.approx(p, abs=5 * 0.0036)
+
+    def test_what_history_did_not_take_but_noise_now_does_is_drafted_and_history_goes_on_below_it(
+        self,
+    ) -> None:
+        """Behind START came 1, then 2 and 3; 4 was as likely as 1, and elsewhere came before 5."""
+        texts = [(START, 1, 2, 3), (START, 1, 4, 5)]
+        rows = []
+        for text in texts:
+            top = Alternatives.none(len(text), 2)
+            top.token_ids[:, 0], top.logprobs[:, 0] = text, math.log(0.97)
+            top.token_ids[1], top.logprobs[1] = [1, 4], math.log(0.5)
+            rows.append(rows_of(np.array(text, np.int32), np.full(len(text), 0.97, np.float32), top))
+        offsets, tokens = np.array([0, 4, 8]), np.array([v for text in texts for v in text], np.int32)
+        arena = Arena(weighted=False, mixed=True)
+        bases = arena.bases(np.array([arena.add(freeze(tokens, offsets, None, join_rows(rows)))]))
+        none = np.full(1, -1)
+        found = {4: 0, 1: 0}
+        for key in range(40):
+            zero, grown = np.zeros(1, np.int64), room_for(1, 16)
+            state, length = advance_texts(arena, bases, [[START]])
+            matches = Matches(*bases, state, length, none, zero, none, zero, zero)
+            keys, rules = np.array([key], np.uint64), Rules(16, True, False)
+            table = Calibration().table
+            count = grow(
+                arena.arrays, LivePool().arrays, matches, keys, zero, zero + 8, table, rules, 0.0, grown
+            )
+            nodes = nodes_of(grown, int(count[0]))
+            best = nodes[0]
+            noise = gumbel(np.array([key], np.uint64), np.zeros(1, np.int64), np.array([1, 4]))
+            assert best.path == (1 if noise[0] > noise[1] else 4,)
+            found[best.path[0]] += 1
+            assert best.source == HISTORY
+            if best.path == (4,):
+                assert (4, 5) in by_path(nodes)
+        assert min(found.values()) > 5
 
     def test_what_follows_the_beginning_is_known_without_tokens(self) -> None:
         (node,) = grown_tree(Sources([(START, 3)]), (START,))

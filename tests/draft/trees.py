@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from stretto.draft import Drafts, Verified
-from stretto.records import BoolArray
+from stretto.history.frozen import Arena, advance
+from stretto.records import BoolArray, IntArray
 
 Text = tuple[int, ...]
 GRAIN = 64  # estimates are multiples of 1/GRAIN, so that float64 adds them exactly
@@ -77,3 +78,16 @@ def places(texts: Sequence[Text], string: Text) -> list[tuple[int, int]]:
         for end in range(size, len(text) + 1)
         if text[end - size : end] == string
     ]
+
+
+def advance_texts(
+    arena: Arena, bases: tuple[IntArray, IntArray], texts: Sequence[Sequence[int]]
+) -> tuple[IntArray, IntArray]:
+    """States and lengths (R,) of the matches of these texts, each in the automaton at its bases; 0 where none is."""
+    state, length = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
+    for r, text in enumerate(texts):
+        if bases[0][r] >= 0:
+            for token in text:
+                at = (int(bases[0][r]), int(bases[1][r]), int(state[r]), int(length[r]))
+                state[r], length[r] = advance(arena.arrays, *at, token)
+    return state, length

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -156,18 +157,7 @@ class Run:
         """Start a stopped request again from its tokens, as another attempt."""
         self.stopped.discard(request.id)
         tokens = np.array(self.tokens[request.id], np.int64)
-        self.submit(
-            Request(
-                request.id,
-                self.attempt[request.id] + 1,
-                request.group,
-                request.prompt_ids,
-                tokens,
-                request.turn_start,
-                request.key,
-                request.sampling,
-            )
-        )
+        self.submit(replace(request, attempt=self.attempt[request.id] + 1, token_ids=tokens))
 
     def finish(self) -> None:
         while self.engine.has_work:
@@ -186,15 +176,18 @@ def copies(count: int, prompt: int = 2) -> list[Request]:
     return [make_request(i, prompt, i, SamplingParams(max_new_tokens=5)) for i in range(count)]
 
 
-def any_schedule(data: st.DataObject, run: Run, order: Sequence[int]) -> None:
+def any_schedule(
+    data: st.DataObject, run: Run, order: Sequence[int], requests: Mapping[int, Request] | None = None
+) -> None:
     """Submit, step, stop and resume the requests of these numbers in any way, until all have ended."""
+    requests = requests or dict(enumerate(REQUESTS))
     waiting = list(order)
     parked: list[int] = []
     while waiting or parked or run.engine.has_work:
         action = data.draw(st.sampled_from(["submit", "step", "step", "stop", "resume"]))
         if action == "submit" and waiting:
             count = data.draw(st.integers(1, len(waiting)))
-            run.submit(*(REQUESTS[i] for i in waiting[:count]))
+            run.submit(*(requests[i] for i in waiting[:count]))
             waiting = waiting[count:]
         elif action == "stop":
             live = [i for i in run.tokens if i not in run.reason and i not in parked]
@@ -204,7 +197,7 @@ def any_schedule(data: st.DataObject, run: Run, order: Sequence[int]) -> None:
             run.step()
             parked = [i for i in parked if i not in run.reason]
         elif action == "resume" and parked:
-            run.resume(REQUESTS[parked.pop(0)])
+            run.resume(requests[parked.pop(0)])
         else:
             for _ in range(data.draw(st.integers(1, 6))):
                 run.step()

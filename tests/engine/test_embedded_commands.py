@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,24 @@ def published(model: Any, version: int) -> WeightsRef:
 
 def new_engine_and_model(seed: int = 0, **how: Any) -> Run:
     return Run(make_engine(tiny_model("qwen3", seed=seed), **how))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_a_request_is_let_go_of_after_its_chunk(chunk: int) -> None:
+    run = new_engine_and_model(slots=5)
+    requests = {i: replace(REQUESTS[i], max_new=chunk) for i in (1, 2, 3, 6, 11)}
+    run.submit(*requests.values())
+    while len(run.reason) < len(requests):
+        before = {i: len(tokens) for i, tokens in run.tokens.items()}
+        run.finish()
+        for i, request in requests.items():
+            assert len(run.tokens[i]) - before[i] <= chunk
+            if i not in run.reason:
+                assert len(run.tokens[i]) - before[i] == chunk
+                assert i in run.stopped
+                run.resume(request)
+    for i in requests:
+        assert_same(run, REQUESTS[i], plain_decoding(model_of("qwen3", "sdpa"), REQUESTS[i]))
 
 
 def test_recompute_goes_on_under_the_new_weights_alone() -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.history.frozen import Arena, Frozen, advance, advance_all, find_frozen, freeze
+from stretto.history.frozen import Arena, Frozen, advance, find_frozen, freeze
+from tests.draft.trees import advance_texts
 
 LARGEST = 2**31 - 1
 TOKENS = st.sampled_from([0, 1, LARGEST])
@@ -170,16 +171,13 @@ def test_an_arena_holds_what_was_put_in(steps: list[tuple[list[Text], bool]], we
     assert arena.nbytes == 0
 
 
-def test_one_call_advances_requests_of_several_prompts_and_leaves_others_alone() -> None:
+def test_automata_in_one_arena_are_followed_apart() -> None:
     arena = Arena(weighted=False)
     texts: list[list[Text]] = [[(1, 2, 3, 4)], [(3, 4, 5), (2, 3)]]
     handles = np.array([arena.add(frozen_of(held)) for held in texts])
-    requests = np.array([handles[1], -1, handles[0], handles[1]])
-    states, lengths = np.zeros(4, np.int64), np.array([0, 9, 0, 0])
-    new: list[Text] = [(2, 3, 4), (1,), (2, 3, 5), ()]
-    tokens = np.array([token for text in new for token in text])
-    advance_all(arena.arrays, arena.bases(requests), states, lengths, np.array([*map(len, new)]), tokens)
-    assert lengths.tolist() == [2, 9, 0, 0]
+    bases = arena.bases(np.array([handles[1], -1, handles[0], handles[1]]))
+    states, lengths = advance_texts(arena, bases, [(2, 3, 4), (1,), (2, 3, 5), ()])
+    assert lengths.tolist() == [2, 0, 0, 0]
     assert states.tolist() == [paths(frozen_of(texts[1]))[3, 4], 0, 0, 0]
 
 

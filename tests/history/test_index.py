@@ -7,12 +7,14 @@ import itertools
 import math
 import threading
 from concurrent import futures
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.alternatives import Alternatives
 from stretto.errors import StrettoError
 from stretto.history import index as index_module
 from stretto.history.frozen import Frozen, find_frozen, freeze
@@ -27,7 +29,7 @@ Sample = tuple[Text, float]  # tokens and reward
 def response(tokens: Text, reward: float = 0.0) -> Response:
     """With log-probs that tell positions and tokens apart."""
     logprobs = [-0.1 * (i + 1) - 0.01 * (token % 7) for i, token in enumerate(tokens)]
-    return np.array(tokens, np.int64), np.array(logprobs, np.float64), reward
+    return Response(np.array(tokens, np.int64), np.array(logprobs, np.float64), reward)
 
 
 def known(index: HistoryIndex, handle: int) -> dict[Text, tuple[float, float]]:
@@ -81,6 +83,28 @@ def check(index: HistoryIndex, uid: str, visits: dict[int, list[Sample]], weight
             assert found[string][0] == count
             assert found[string][1] == pytest.approx(total, rel=1e-5)
         index.close(handle)
+
+
+def test_alternatives_cost_memory_and_are_asked_for() -> None:
+    """Behind 1 a response took 2 but could have taken 7."""
+    top = Alternatives(
+        np.array([[1, -1], [7, 2]], np.int32), np.log(np.array([[0.9, 0.1], [0.6, 0.4]], np.float32))
+    )
+    told = response((1, 2))._replace(logprobs=np.log([1.0, 0.4]), top=top)
+    sizes = []
+    for asked in (False, True):
+        index = HistoryIndex(alternatives=asked)
+        index.add("a", 0, [told])
+        index.wait(["a"])
+        arrays = (index.open("a"), index.arrays())[1]
+        sizes.append(index.metrics()["bytes_per_token"])
+        if asked:
+            state = int(arrays.target[find_frozen(arrays, 0, 0, 0, 1)])
+            begin = int(arrays.row[state])
+            assert arrays.likely[begin : begin + 2].tolist() == [7, ~2]
+        else:
+            assert arrays.row.size == 0
+    assert sizes[0] < sizes[1]
 
 
 SAMPLES = st.lists(
@@ -162,7 +186,7 @@ class HeldUp:
         self._caller = threading.current_thread()
         monkeypatch.setattr(index_module, "freeze", self.freeze)
 
-    def freeze(self, *arguments: np.ndarray) -> Frozen:
+    def freeze(self, *arguments: Any) -> Frozen:
         if threading.current_thread() is not self._caller:
             self.begun.set()
             assert self.go.wait(30)
@@ -337,7 +361,7 @@ def test_bad_responses_are_refused_and_nothing_of_their_piece_is_kept(
     weight: Weight, tokens: list[int], logprobs: list[float], message: str
 ) -> None:
     index = HistoryIndex(weight=weight)
-    bad = (np.array(tokens, np.int64), np.array(logprobs, np.float64), 0.0)
+    bad = Response(np.array(tokens, np.int64), np.array(logprobs, np.float64), 0.0)
     with pytest.raises(StrettoError, match=message):
         index.add("p", 3, [response((1,)), bad])
     assert index.metrics()["prompts"] == 0

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from stretto.alternatives import Alternatives
 from stretto.errors import StrettoError
 from stretto.history.log import SCHEMA_VERSION, check_log, read_rollouts, write_rollouts
 from stretto.records import FinishReason, Prompt, Rollout, State
@@ -97,6 +98,22 @@ def one(request_id: int = 7, tokens: int = 3) -> Rollout:
     )
 
 
+def assert_same_alternatives(a: Alternatives | None, b: Alternatives | None) -> None:
+    """Padding aside: what is known of no place of a rollout may come back as unknown at every place."""
+    for x, y in ((a, b), (b, a)):
+        if x is None:
+            assert y is None or (y.token_ids == -1).all()
+            continue
+        width = min(x.width, y.width if y is not None else 0)
+        assert (x.token_ids[:, width:] == -1).all()
+        assert np.isneginf(x.logprobs[:, width:]).all()
+        if y is not None:
+            np.testing.assert_array_equal(x.token_ids[:, :width], y.token_ids[:, :width])
+            np.testing.assert_array_equal(x.logprobs[:, :width], y.logprobs[:, :width])
+            assert x.token_ids.dtype == np.int32
+            assert x.logprobs.dtype == np.float32
+
+
 def assert_same(a: Rollout, b: Rollout) -> None:
     """Equal in every field, bit for bit, array dtypes included; NaN equals NaN."""
     for field in dataclasses.fields(Rollout):
@@ -107,6 +124,8 @@ def assert_same(a: Rollout, b: Rollout) -> None:
         elif isinstance(x, np.ndarray):
             assert x.dtype == y.dtype
             np.testing.assert_array_equal(x, y, err_msg=field.name)
+        elif field.name == "top":
+            assert_same_alternatives(x, y)
         elif field.name == "reward_parts":
             assert list(x) == list(y)
             np.testing.assert_array_equal(list(x.values()), list(y.values()))
@@ -152,8 +171,43 @@ def test_every_field_of_a_rollout_is_stored(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_rollouts(path, [], step=1)
     stored = set(pq.read_schema(path).names)
-    assert {f.name for f in dataclasses.fields(Rollout)} - {"prompt"} <= stored
+    assert {f.name for f in dataclasses.fields(Rollout)} - {"prompt", "top"} <= stored
     assert read_rollouts(path) == []
+    write_rollouts(path, [with_alternatives(7, width=2)], step=1)
+    assert {"top_ids", "top_logprobs"} <= set(pq.read_schema(path).names)
+
+
+def with_alternatives(request_id: int, width: int, tokens: int = 3) -> Rollout:
+    rollout = one(request_id, tokens)
+    ids = np.arange(tokens * width, dtype=np.int32).reshape(tokens, width)
+    rollout.top = Alternatives(ids, -(0.1 + ids).astype(np.float32))
+    return rollout
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_alternatives_come_back_whatever_their_number(tmp_path: Path, exact: bool) -> None:
+    path = tmp_path / "a.parquet"
+    written = [with_alternatives(1, 8), one(2), with_alternatives(3, 2), with_alternatives(4, 8, tokens=0)]
+    write_rollouts(path, written, step=1, exact=exact)
+    check_log(path)
+    for a, b in zip(written, read_rollouts(path), strict=True):
+        assert_same_alternatives(a.top, b.top)
+    assert pq.read_table(path).to_pylist()[0]["top_ids"][1] == list(range(8, 16))  # without Stretto
+
+
+def test_logs_without_alternatives_have_no_column_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_rollouts(path, [one()], step=1)
+    assert not {"top_ids", "top_logprobs"} & set(pq.read_schema(path).names)
+    assert read_rollouts(path)[0].top is None
+
+
+def test_alternatives_of_another_length_are_refused(tmp_path: Path) -> None:
+    bad = with_alternatives(7, 2)
+    assert bad.top is not None
+    bad.top = bad.top[:2]
+    with pytest.raises(ValueError, match=r"request 7.*'top_ids': 2"):
+        write_rollouts(tmp_path / "a.parquet", [bad], step=1)
 
 
 def test_data_rows_come_back_by_row(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 
 
 def test_a_good_reward_is_a_number_with_parts(shared: Pool) -> None:
-    assert shared.scores("good") == [Scored(0, 1.0, "ok", {"by_completion": 1.0}, "")]
+    assert shared.scores("good") == [Scored(0, 0, 1.0, "ok", {"by_completion": 1.0}, "")]
 
 
 BAD = {
@@ -109,7 +109,7 @@ def test_a_bad_reward_is_reported_and_the_next_is_scored(shared: Pool, tmp_path:
     bad, good = shared.scores(action, "good", file=str(tmp_path / "pid"))
     assert (bad.status, bad.reward == bad.reward) == (status, False)
     assert message in bad.message
-    assert good == Scored(1, 1.0, "ok", {"by_completion": 1.0}, "")
+    assert good == Scored(1, 0, 1.0, "ok", {"by_completion": 1.0}, "")
 
 
 @pytest.mark.parametrize("action", ["fork and hang", "start and hang"])
@@ -381,7 +381,7 @@ def test_two_turns() -> None:
         assert (end.token_ids.size, end.done) == (0, True)
         made.workers.submit([Job(3, "7 lower 4", [1], row)])
         scored = made.inbox.get(timeout=PATIENCE)
-        assert scored == Scored(3, 1.0, "ok", {"task": 1.0}, "")
+        assert scored == Scored(3, 0, 1.0, "ok", {"task": 1.0}, "")
     finally:
         made.workers.close()
 

@@ -69,7 +69,7 @@ class Play:
         ended = self.ledger.apply(events)
         decisions = self.schedule.decide(self.ledger.view, events)
         seconds = time.perf_counter() - started
-        self.inbox += [Scored(r.request_id, 1.0) for r in ended]
+        self.inbox += [Scored(r.request_id, r.attempt, 1.0) for r in ended]
         for decision in decisions:
             started = time.perf_counter()
             match decision:

@@ -18,11 +18,12 @@ import numpy as np
 
 from stretto.bench.arctic import INSTALL, UNLIMITED, ArcticDrafter, arctic
 from stretto.bench.draft_matrix import geometric_means, matrix, step_cost
+from stretto.bench.draft_noise import by_noise, show_noise
 from stretto.bench.draft_speed import growth, speed, weight_bytes
 from stretto.bench.pairs import Ratio, require_idle
 from stretto.bench.recorded import EXCERPT, Recorded, read
 from stretto.bench.replay import Replayed, replay
-from stretto.draft import MAX_NODES, SOURCES, Drafts
+from stretto.draft import MAX_NODES, Drafts
 from stretto.draft.budget import KINDS, Batch, Budget, Fixed, make_budget
 from stretto.draft.drafter import HistoryDrafter
 from stretto.engine import Drafter
@@ -32,10 +33,11 @@ from stretto.sampling import kernel
 
 SLOTS = 64
 TREES = ("path of 8", "4 nodes", "16 nodes")
-PARTS = ("acceptance", "budgets", "matrix", "speed")
-COMBINATIONS = (SOURCES[:1], SOURCES[1:2], SOURCES[2:], SOURCES[:2], SOURCES)
+PARTS = ("acceptance", "noise", "budgets", "matrix", "speed")
+REPLAYED = ("history", "siblings", "prompt")  # sources; nothing is dropped in a replay
+COMBINATIONS = (REPLAYED[:1], REPLAYED[1:2], REPLAYED[2:], REPLAYED[:2], REPLAYED)
 BATCHES = (1, 8, 64)
-ALL = " + ".join(SOURCES)
+ALL = " + ".join(REPLAYED)
 BAR_TOKENS = 1_000_000  # of history: where the speed bars are set
 FASTER = {
     "step": "a step",
@@ -79,7 +81,7 @@ def ours(
     nodes: int,
     *,
     slots: int = SLOTS,
-    sources: Collection[str] = SOURCES,
+    sources: Collection[str] = REPLAYED,
     weight: Weight = "count",
     noise_aware: bool = False,
 ) -> HistoryDrafter:
@@ -197,6 +199,8 @@ def measure(options: argparse.Namespace, recorded: Recorded) -> dict[str, Any]:
         found["path of 16"] = _row(recorded, ours(recorded, *tree("path of 16")))
         if arctic() is not None:
             found["arctic"] = by_arctic(recorded)
+    if "noise" in options.parts and recorded.noise_known:
+        found["noise"] = by_noise(recorded, SLOTS, (REPLAYED[:1], REPLAYED))
     if "budgets" in options.parts:
         found["budgets"] = by_budget(recorded)
     if "matrix" in options.parts:
@@ -341,6 +345,8 @@ def main(argv: Sequence[str] = ()) -> int:
     for part, show in (("sources", _print_acceptance), ("speed", _print_speed)):
         if part in found:
             show(found)
+    if "noise" in found:
+        show_noise(found["noise"])
     if "budgets" in found:
         _print_budgets(found["budgets"])
     if "matrix" in found:

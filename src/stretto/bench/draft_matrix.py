@@ -62,7 +62,9 @@ def workload(recorded: Recorded, cell: Cell) -> Recorded:
 
 
 def _cut(rollout: Rollout, tokens: int) -> Rollout:
-    return replace(rollout, token_ids=rollout.token_ids[:tokens], logprobs=rollout.logprobs[:tokens])
+    kept = slice(tokens)
+    top = rollout.top[kept] if rollout.top is not None else None
+    return replace(rollout, token_ids=rollout.token_ids[kept], logprobs=rollout.logprobs[kept], top=top)
 
 
 def _disturbed(rollout: Rollout, random: np.random.Generator) -> Rollout:

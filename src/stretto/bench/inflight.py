@@ -69,15 +69,15 @@ class Bench:
 
     def run(
         self, requests: Sequence[Request], slots: int, drafter: HistoryDrafter | None
-    ) -> tuple[float, Answers, dict[str, float]]:
-        """Seconds, answers and the engine's counters."""
+    ) -> tuple[float, float, Answers, dict[str, float]]:
+        """Seconds, CPU seconds of the process, answers and the engine's counters."""
         engine_config = self.config.engine.model_copy(update={"max_num_seqs": slots})
         config = self.config.model_copy(update={"engine": engine_config})
         length, clock = self.inputs.max_model_len, time.perf_counter
         engine = make_engine(config, self.model, self.inputs.tokenizer, length, clock, drafter)
         answers: Answers = {request.id: ([], []) for request in requests}
         engine.submit(requests)
-        began = clock()
+        began, began_cpu = clock(), time.process_time()
         while engine.has_work:
             for event in engine.step():
                 if isinstance(event, Progress):
@@ -87,14 +87,14 @@ class Bench:
                     for id, begin, end in zip(event.ids.tolist(), ends - event.counts, ends, strict=True):
                         answers[id][0].extend(event.token_ids[begin:end].tolist())
                         answers[id][1].extend(event.logprobs[begin:end].tolist())
-        return clock() - began, answers, engine.metrics()
+        return clock() - began, time.process_time() - began_cpu, answers, engine.metrics()
 
     def drafter(self, slots: int, history: Sequence[Rollout]) -> HistoryDrafter:
-        """With the first visit's responses as its history."""
+        """With the first visit's responses as its history; its seconds are those of its threads' CPU time."""
         config = self.config.model_copy(
             update={"engine": self.config.engine.model_copy(update={"max_num_seqs": slots})}
         )
-        drafter = make_drafter(config, time.perf_counter)
+        drafter = make_drafter(config, time.thread_time)
         assert drafter is not None
         drafter.remember(history)
         drafter.index.wait([prompt.uid for prompt in self.prompts])
@@ -127,21 +127,23 @@ def compare(bench: Bench, history: Sequence[Rollout], slots: int, count: int, pa
     step_ms = np.array(bench.config.draft.step_ms)
     same = 0
     for pair in range(pairs + 1):
-        found: dict[str, tuple[float, Answers, dict[str, float]]] = {}
+        found: dict[str, tuple[float, float, Answers, dict[str, float]]] = {}
         drafter = bench.drafter(slots, history)
         for side in ("plain", "drafted") if pair % 2 else ("drafted", "plain"):
             found[side] = bench.run(requests, slots, drafter if side == "drafted" else None)
-        plain_answers, drafted_answers = found["plain"][1], found["drafted"][1]
+        plain_answers, drafted_answers = found["plain"][2], found["drafted"][2]
         same = sum(plain_answers[id][0] == drafted_answers[id][0] for id in plain_answers)
         if pair == 0:
             continue  # the first pair warms up
-        counted, told = found["drafted"][2], drafter.metrics()
+        counted, told = found["drafted"][3], drafter.metrics()
         ratios.append(found["plain"][0] / found["drafted"][0])
         lengths.append(counted["decode_tokens"] / counted["decode_steps"])
         accepted.append(counted["accepted_tokens"] / max(1.0, counted["drafted_tokens"]))
-        spent = sum(told[f"spec/{part}_seconds"] for part in ("begin", "propose", "observe"))
-        drafting.append(spent / found["drafted"][0])
-        plain = found["plain"][2]
+        spent = sum(told[f"spec/{part}_seconds"] for part in ("begin", "propose", "observe", "end"))
+        # The history was built before, of more responses than ran now: its part for as many.
+        spent += told["spec/index/build_seconds"] * len(requests) / len(history)
+        drafting.append(spent / found["drafted"][1])
+        plain = found["plain"][3]
         packed = (counted["decode_steps"] + counted["drafted_tokens"]) / counted["steps"]
         price = np.interp(
             [plain["decode_steps"] / plain["steps"], packed], 2.0 ** np.arange(step_ms.size), step_ms
@@ -155,7 +157,7 @@ def compare(bench: Bench, history: Sequence[Rollout], slots: int, count: int, pa
         "bound": float(np.median(bounds)),
         "tokens_per_step": float(np.median(lengths)),
         "accepted_share": float(np.median(accepted)),
-        "draft_share": float(np.median(drafting)),
+        "draft_cpu_share": float(np.median(drafting)),
     }
 
 
@@ -177,7 +179,7 @@ def main(argv: Sequence[str] = ()) -> int:
     bench = Bench(load_config(options.config, keys), options.prompts, options.samples)
     others = require_idle(limit=float("inf") if options.busy else 0.2)
     first = bench.requests(0)
-    _, answers, _ = bench.run(first, bench.config.engine.max_num_seqs, None)
+    _, _, answers, _ = bench.run(first, bench.config.engine.max_num_seqs, None)
     shift = 1 if options.useless else 0
     history = [
         rollout(bench.prompts[(request.group + shift) % len(bench.prompts)], answers[request.id])
@@ -196,6 +198,7 @@ def main(argv: Sequence[str] = ()) -> int:
         print(
             f"{row['in_flight']:3d} in flight  {Ratio(**row['ratio'])}  bound {row['bound']:.2f}x  "
             f"tokens per step {row['tokens_per_step']:.2f}  accepted {row['accepted_share']:.0%}  "
-            f"drafting {row['draft_share']:.1%}  same responses {row['same_responses']} of {row['responses']}"
+            f"drafting CPU share {row['draft_cpu_share']:.1%}  "
+            f"same responses {row['same_responses']} of {row['responses']}"
         )
     return 0

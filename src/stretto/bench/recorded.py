@@ -5,8 +5,8 @@ Read from the log of a run (its folder), or from JSON lines, gzipped or not, one
     {"dataset": "…", "checkpoint": "…", "prompt": "…", "samples": [{"text": "…", "score": 1.0}, …]}
     {"dataset": "…", "checkpoint": "…", "prompt_ids": […], "samples": [{"token_ids": […], "score": 1.0}, …]}
 
-Checkpoints come in the order of training, and count as visits. Text needs a tokenizer and gets its end token. Log-probs
-and keys are known of a run's log only: those of JSON lines are NaN and 0.
+Checkpoints come in the order of training, and count as visits. Text needs a tokenizer and gets its end token.
+Log-probs, alternatives and keys are known of a run's log only: log-probs of JSON lines are NaN, keys 0.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ class Recorded:
     def keys_known(self) -> bool:
         """Of every target, the key that its noise came from."""
         return all(r.key for r in self.targets)
+
+    @property
+    def noise_known(self) -> bool:
+        """All that noise-aware drafting goes by: log-probs and alternatives of the history, keys of the targets."""
+        return self.logprobs_known and self.keys_known and all(r.top is not None for r in self.history)
 
     @property
     def tokens(self) -> tuple[int, int]:

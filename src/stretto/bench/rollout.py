@@ -30,6 +30,7 @@ from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer
 
 SIDES = ("plain", "drafted")
+PARTS = ("begin", "propose", "observe", "end")  # of what a drafter is asked for
 
 
 def extend(config: Config, folder: Path, steps: int) -> None:
@@ -83,13 +84,14 @@ def compare(base: Config, visits: int, runs: Path) -> list[dict[str, Any]]:
                 / max(1, sum(line["spec/drafted"] for line in b)),
                 "draft_share": sum(draft_seconds(line) for line in b)
                 / sum(line["time/rollout"] for line in b),
+                "index_wait_ms": 1e3 * max(line["spec/longest_wait"] for line in b),
             }
         )
     return table
 
 
 def draft_seconds(line: dict[str, Any]) -> float:
-    return sum(float(line[f"spec/{part}_seconds"]) for part in ("begin", "propose", "observe"))
+    return sum(float(line[f"spec/{part}_seconds"]) for part in PARTS)
 
 
 def prompt_lookup(config: Config, responses: int) -> Ratio:
@@ -155,6 +157,7 @@ def main(argv: Sequence[str] = ()) -> int:
             f"{row['ratio']['median']:.2f}x [{row['ratio']['low']:.2f}, {row['ratio']['high']:.2f}]  "
             f"tokens per step {row['acceptance_length']:.2f}  accepted {row['accepted_share']:.0%}  "
             f"drafting {row['draft_share']:.1%} of the time  "
+            f"waited for the index {row['index_wait_ms']:.2f} ms a step at most  "
             f"same responses {row['same_responses']} of {row['responses']}"
         )
     if lookup:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from stretto.config.base import Section
 from stretto.config.checks import COMPARED, require_source, resume_warnings, warnings
 from stretto.config.dump import MAY_CHANGE_ON_RESUME, check_resumable, difference, dump_toml
 from stretto.config.load import load_config, preset_names
 from stretto.config.overrides import parse_options, split_words
+from stretto.config.schedules import ScheduleConfig
 from stretto.config.sections import (
     CheckpointConfig,
     Config,
@@ -21,8 +23,6 @@ from stretto.config.sections import (
     ReuseConfig,
     RewardConfig,
     SamplingConfig,
-    ScheduleConfig,
-    Section,
     TrackConfig,
 )
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.config.sections import Config, DataConfig, DraftConfig, RewardConfig
+    from stretto.config.schedules import ScheduleConfig
+    from stretto.config.sections import Config, DataConfig, DraftConfig, FleetConfig, RewardConfig
 
 SOURCES = ("task", "path", "dataset")
 
@@ -39,13 +40,116 @@ def draft(config: DraftConfig) -> None:
     """Nodes that fit into a tree, and step times that rise: with free tokens every guess would pay."""
     if config.nodes > config.max_nodes:
         raise StrettoError(
-            f"draft.nodes = {config.nodes} is more than draft.max_nodes = {config.max_nodes}, the most that is proposed"
+            f"draft.nodes = {config.nodes} is more than draft.max_nodes = {config.max_nodes}, "
+            "the most that is proposed"
         )
     times = config.step_ms
     if times is not None and times[-1] <= times[0]:
         raise StrettoError(
-            f"draft.step_ms: a step of {1 << (len(times) - 1)} tokens takes {times[-1]} ms and one of a single token "
-            f"{times[0]} ms; more tokens must take longer"
+            f"draft.step_ms: a step of {1 << (len(times) - 1)} tokens takes {times[-1]} ms and one of a single "
+            f"token {times[0]} ms; more tokens must take longer"
+        )
+
+
+OFF_POLICY = ("async", "sorted", "histopipe", "concurrency", "elastic")
+USED_BY: dict[str, tuple[str, ...]] = {
+    "unit": ("synchronous", "async", "sorted", "concurrency"),
+    "max_staleness": OFF_POLICY,
+    "off_policy_strategy": OFF_POLICY,
+    "refresh_budget": OFF_POLICY,
+    "running": ("async", "sorted", "histopipe", "elastic"),
+    "max_concurrent": ("async",),
+    "longest_first": ("synchronous", "async"),
+    "load_prompts": ("sorted",),
+    "post_hoc": ("sorted",),
+    "bands": ("histopipe",),
+    "tier": ("histopipe",),
+    "token_cost": ("histopipe", "stream"),
+    "outlier": ("histopipe",),
+    "outlier_quantile": ("histopipe",),
+    "outlier_factor": ("histopipe",),
+    "outlier_share": ("histopipe",),
+    "max_prompts_ratio": ("tail_batching",),
+    "max_num_return_sequences": ("tail_batching",),
+    "concurrency": ("concurrency",),
+    "refill": ("concurrency",),
+    "chunk_size": ("divided",),
+    "long_share": ("stream",),
+    "long_workers": ("stream",),
+    "local_workers": ("elastic",),
+    "window_floor": ("elastic",),
+}
+"""Knobs of schedules that not all of them have, and the kinds that do."""
+
+
+def schedule(config: ScheduleConfig) -> None:
+    """No knob is set that the chosen kind has not; what belongs together is there."""
+    for key, kinds in USED_BY.items():
+        value, default = getattr(config, key), type(config).model_fields[key].default
+        if value != default and config.kind not in kinds:
+            raise StrettoError(
+                f"schedule.{key} = {_toml(value)} does nothing with schedule.kind = {_toml(config.kind)}; "
+                f"it is for {', '.join(kinds)}"
+            )
+    if config.off_policy_strategy == "paced" and config.kind != "async":
+        raise StrettoError(
+            'schedule.off_policy_strategy = "paced" is for schedule.kind = "async" only, whose admission is '
+            f'paced; with {_toml(config.kind)} use "refresh", "wait" or "drop"'
+        )
+    if config.off_policy_strategy == "paced" and config.max_staleness is None:
+        raise StrettoError(
+            'schedule.off_policy_strategy = "paced" needs schedule.max_staleness to pace by; use 1'
+        )
+    if (
+        config.post_hoc
+        and config.max_staleness is not None
+        and config.max_staleness < config.load_prompts - 1
+    ):
+        raise StrettoError(
+            f"schedule.post_hoc with schedule.max_staleness = {config.max_staleness}: the last of the "
+            f"{config.load_prompts} updates of a load is {config.load_prompts - 1} steps behind; "
+            "use that or none"
+        )
+    if config.drop_zero_variance and config.unit == "response":
+        raise StrettoError(
+            'schedule.drop_zero_variance with schedule.unit = "response": whether the rewards of a group are all '
+            'equal is known when all of it has ended; use schedule.unit = "group"'
+        )
+    launched = config.max_num_return_sequences
+    if launched is not None and launched < config.samples:
+        raise StrettoError(
+            f"schedule.max_num_return_sequences = {launched} is less than schedule.samples = {config.samples}, "
+            "the responses that an update needs of each prompt"
+        )
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else "none" if value is None else str(value)
+
+
+def _check_baseline(config: Config) -> None:
+    schedule, baseline = config.schedule, config.learner.baseline
+    if baseline == "group" and schedule.unit == "response":
+        raise StrettoError(
+            'schedule.unit = "response" with learner.baseline = "group": an update may have only some responses '
+            'to a prompt, so there is no group to compare with; use learner.baseline = "batch" or "history"'
+        )
+    if baseline == "group" and schedule.samples < 2:
+        raise StrettoError(
+            "schedule.samples = 1: an advantage is relative to the other responses to the prompt; "
+            'use 2 or more, or learner.baseline = "batch"'
+        )
+    if baseline != "group" and schedule.kind in ("stream", "elastic"):
+        raise StrettoError(
+            f'learner.baseline = "{baseline}" with schedule.kind = "{schedule.kind}": groups are trained on as '
+            'they finish, before the rest of the batch is known; use "group"'
+        )
+    if baseline != "group" and schedule.drop_zero_variance:
+        raise StrettoError(
+            f'schedule.drop_zero_variance with learner.baseline = "{baseline}": such groups have advantages there; '
+            "use one of the two"
         )
 
 
@@ -56,6 +160,7 @@ def run(config: Config) -> None:
         StrettoError: the first thing that doesn't, with the keys, the reason, and what to set instead.
     """
     schedule, sampling, engine = config.schedule, config.sampling, config.engine
+    _check_fleet(config.fleet)
     if config.fleet.weights == "shared" and schedule.kind == "async":
         raise StrettoError(
             'fleet.weights = "shared" with schedule.kind = "async": the learner would change the weights that '
@@ -66,11 +171,7 @@ def run(config: Config) -> None:
             "sampling.temperature = 0: all responses to a prompt would be the same and nothing be learned; "
             "train with a temperature above 0 (eval.temperature = 0 evaluates greedily)"
         )
-    if schedule.samples < 2:
-        raise StrettoError(
-            "schedule.samples = 1: an advantage is relative to the other responses to the prompt; "
-            "use 2 or more"
-        )
+    _check_baseline(config)
     if "" in sampling.stop:
         raise StrettoError(
             "sampling.stop has an empty text, which would end every response at its first token"
@@ -87,6 +188,32 @@ def run(config: Config) -> None:
             'their last bits with the batch; use "recompute", or deterministic = false'
         )
     _check_lengths(config, engine.max_model_len)
+
+
+def _check_fleet(config: FleetConfig) -> None:
+    """Weights that reach the engines, and keys that mean something where they run."""
+    if config.kind == "processes":
+        if config.weights in ("shared", "copy"):
+            raise StrettoError(
+                f'fleet.weights = "{config.weights}" with fleet.kind = "processes": another process does not see the '
+                'trainer\'s memory; use fleet.weights = "file", or "auto"'
+            )
+        return
+    if config.weights == "file":
+        raise StrettoError(
+            'fleet.weights = "file" with fleet.kind = "in_process": the engine is where the weights are; '
+            'use "auto", or fleet.kind = "processes"'
+        )
+    if config.workers > 1:
+        raise StrettoError(
+            f'fleet.workers = {config.workers} with fleet.kind = "in_process": engines of one process take turns, so '
+            'more of them are no faster; use fleet.kind = "processes"'
+        )
+    if config.threads is not None:
+        raise StrettoError(
+            f'fleet.threads = {config.threads} with fleet.kind = "in_process": the engine has the trainer\'s threads, '
+            'which are set by threads; use that, or fleet.kind = "processes"'
+        )
 
 
 def _check_lengths(config: Config, context: int | None) -> None:
@@ -127,11 +254,33 @@ def resume_warnings(config: Config, changed: Sequence[str]) -> list[str]:
             f'steps = {config.steps}: learner.lr_schedule = "{config.learner.lr_schedule}" now ends there, so the '
             "steps to come have other learning rates than they would have had"
         )
+    fleet = [key for key in changed if key in ("fleet.kind", "fleet.workers", "fleet.threads")]
+    if fleet and config.deterministic:
+        said.append(
+            f"{', '.join(fleet)} changed: from here on it is not bit for bit the run that it would have been (a "
+            "token's last bits depend on what is computed beside it)"
+        )
     compared = [key for key in changed if key in COMPARED]
     if compared:
         said.append(
             f"{', '.join(compared)} changed: accuracies from now on cannot be compared with those before, "
             "and the best checkpoint is chosen anew"
+        )
+    return said
+
+
+def _reuse_warnings(config: Config) -> list[str]:
+    reuse = config.reuse
+    said = []
+    if reuse.kind != "none":
+        said.append(
+            f'reuse.kind = "{reuse.kind}": samples are not fresh draws from the second visit on; training explores '
+            "less"
+        )
+    if reuse.kind == "prefix" and reuse.residual and config.history.alternatives == 0:
+        said.append(
+            "reuse.residual = true with history.alternatives = 0: only the drawn token of the old distribution is "
+            "known; with 8 alternatives the residual is nearly exact"
         )
     return said
 
@@ -156,10 +305,7 @@ def warnings(config: Config) -> list[str]:
         )
     if config.history.warm_from is not None and config.draft.budget == "none":
         said.append('history.warm_from is not read: draft.budget = "none" drafts nothing')
-    if config.reuse.kind == "noise":
-        said.append(
-            'reuse.kind = "noise": samples are not fresh draws from the second visit on; training explores less'
-        )
+    said += _reuse_warnings(config)
     if config.deterministic and config.schedule.kind == "async":
         said.append(
             'deterministic = true with schedule.kind = "async": the same distribution, not the same run: which '

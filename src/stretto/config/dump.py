@@ -8,12 +8,13 @@ from typing import Any
 
 import tomli_w
 
+from stretto.config.base import Section
 from stretto.config.keys import KEYS, SECTIONS, shown
 from stretto.config.paths import resolve_paths
-from stretto.config.sections import Config, Section
+from stretto.config.sections import Config
 from stretto.errors import StrettoError
 
-MAY_CHANGE_ON_RESUME = ("steps", "checkpoint", "eval", "draft", "history", "track")
+MAY_CHANGE_ON_RESUME = ("steps", "checkpoint", "eval", "draft", "history", "fleet", "track")
 """Keys and sections that a resumed run may set anew; any other would make it another run."""
 
 

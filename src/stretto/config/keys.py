@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from stretto.config.sections import Config, Section, is_optional
+from stretto.config.base import Section, is_optional
+from stretto.config.sections import Config
 
 BOUNDS = {
     annotated_types.Ge: ("ge", "of at least"),

@@ -1,39 +1,14 @@
-"""The tree of a run's configuration. The text under a field is its documentation, in `--help` too.
-
-Every section is frozen, refuses unknown keys, and takes values of the stated type only ("5" is no number).
-For every field that may be None the text "none" stands for it, since TOML has no null.
-"""
+"""The tree of a run's configuration. The text under a field is its documentation, in `--help` too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from stretto.config import checks
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _none_is_none(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        fields = cls.model_fields
-        return {
-            key: None if value == "none" and key in fields and is_optional(fields[key].annotation) else value
-            for key, value in values.items()
-        }
-
-
-def is_optional(annotation: Any) -> bool:
-    """Whether None is among the values of a field's type."""
-    return type(None) in getattr(annotation, "__args__", ())
+from stretto.config.base import Section
+from stretto.config.schedules import ScheduleConfig
 
 
 class LoraConfig(Section):
@@ -152,7 +127,7 @@ class EngineConfig(Section):
     """In one step; longer prompts are prefilled in chunks."""
 
 
-DraftSource = Literal["history", "siblings", "prompt"]
+DraftSource = Literal["history", "siblings", "prompt", "dropped"]
 
 
 class DraftConfig(Section):
@@ -161,7 +136,7 @@ class DraftConfig(Section):
     budget: Literal["none", "fixed", "aimd", "length_class", "marginal", "goodput"] = "goodput"
     """Which guesses are verified; goodput: what makes the most expected tokens per second; none: plain decoding."""
     sources: list[DraftSource] = Field(default_factory=lambda: list(get_args(DraftSource)), min_length=1)
-    """Earlier visits' responses, the responses in flight, the prompt's own text."""
+    """Earlier visits' responses, those in flight, the prompt's own text, the response's own dropped tokens."""
     nodes: int = Field(default=8, ge=1, le=64)
     """fixed: guesses per request and step; length_class: of the longest class."""
     max_nodes: int = Field(default=16, ge=1, le=64)
@@ -184,6 +159,8 @@ class HistoryConfig(Section):
     """Visits of each prompt."""
     weight: Literal["count", "reward", "recency", "probability"] = "probability"
     """What makes a continuation likely: how often it was taken, by good responses, lately; or its probability then."""
+    alternatives: int = Field(default=8, ge=0, le=32)
+    """The most probable tokens that are kept of every place, in the log too: noise decides anew among them."""
     max_gib: float = Field(default=4.0, gt=0.0)
     """Memory; prompts that were not visited for longest are forgotten first."""
     warm_from: str | None = None
@@ -193,36 +170,29 @@ class HistoryConfig(Section):
 class ReuseConfig(Section):
     """Drawing a visit's responses from what an earlier one was drawn from. Not exact: see docs/drafting.md."""
 
-    kind: Literal["none", "noise"] = "none"
-    """noise: a sample keeps its noise over visits, so that it says nearly the same until the weights have moved."""
+    kind: Literal["none", "noise", "prefix"] = "none"
+    """noise: a sample keeps its noise over visits; prefix: it begins as at the last one, while that is likely still."""
     refresh: float = Field(default=0.1, gt=0.0, le=1.0)
     """noise: probability that a sample's noise is drawn anew at a visit."""
+    lenience: float = Field(default=1.6487, ge=0.0)
+    """prefix: a token is kept with probability min(1, lenience * p_new / p_old); 1: vanilla; SPEC-RL: e^0.5."""
+    residual: bool = False
+    """prefix: after a rejection, draw from what the policy has and the old one had not, as far as that is known."""
 
 
 class FleetConfig(Section):
     """Where engines run."""
 
-    kind: Literal["in_process"] = "in_process"
-    """in_process: one engine in the trainer's process."""
-    weights: Literal["auto", "shared", "copy"] = "auto"
-    """shared: the learner's own tensors; copy: a second model; auto: shared where the schedule allows it."""
-
-
-class ScheduleConfig(Section):
-    """Who runs when, and what closes an update batch."""
-
-    kind: Literal["synchronous", "async"] = "synchronous"
-    """async: generation goes on while the learner updates."""
-    prompts: int = Field(default=16, ge=1)
-    """In an update batch."""
-    samples: int = Field(default=8, ge=1)
-    """Responses to each prompt (G)."""
-    max_staleness: int = Field(default=1, ge=0)
-    """async: optimiser steps that a response may be behind (eta of AReaL's pacing)."""
-    running: Literal["continue", "recompute"] = "recompute"
-    """async: what running responses do with their K/V when new weights come."""
-    max_concurrent: int | None = Field(default=None, ge=1)
-    """async: responses in flight; none: what pacing allows."""
+    kind: Literal["in_process", "processes"] = "in_process"
+    """in_process: one engine in the trainer's process; processes: each in one of its own."""
+    workers: int = Field(default=1, ge=1, le=1024)
+    """Engines, each with engine.max_num_seqs slots."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    """processes: torch's in each of them; none: the cores divided by the workers."""
+    restarts: int = Field(default=3, ge=0)
+    """processes: how often another one is started in a lost one's place."""
+    weights: Literal["auto", "shared", "copy", "file"] = "auto"
+    """shared: the learner's own tensors; copy: a second model; file: on disk, for processes; auto: the cheapest."""
 
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -255,8 +225,10 @@ class LearnerConfig(Section):
     """Entropy bonus."""
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
     """token: DAPO; sequence: GRPO; constant: Dr. GRPO."""
+    baseline: Literal["group", "batch", "history"] = "group"
+    """A reward is compared with the group's mean, the batch's (REINFORCE++), or the prompt's at earlier visits."""
     advantage_normalization: bool = True
-    """Divide by the group's standard deviation."""
+    """Divide by the standard deviation: the group's, or the batch's where that or the history is the baseline."""
     old_logprobs: Literal["auto", "behaviour", "recompute"] = "auto"
     """behaviour: the engine's; recompute: the learner's; auto: recompute if deterministic."""
     importance_cap: float | None = Field(default=2.0, gt=0.0)

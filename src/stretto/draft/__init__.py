@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.records import BoolArray, FloatArray, IntArray
+from stretto.sampling import kernel
 
-SOURCES = ("history", "siblings", "prompt")
+SOURCES = ("history", "siblings", "prompt", "dropped")
 MAX_NODES = 64
 """Nodes of one tree: the engine keeps room for so many behind each response."""
 
@@ -29,21 +30,42 @@ class Drafts:
 
     def select(self, keep: BoolArray) -> Drafts:
         """The nodes that `keep` (N,) marks; with a node it must mark its parent."""
-        owner = np.repeat(np.arange(self.counts.size), self.counts)
-        begins = np.cumsum(self.counts) - self.counts
-        place = np.cumsum(keep) - 1  # among all kept nodes
-        counts = np.bincount(owner[keep], minlength=self.counts.size)
-        parents = self.parents[keep]
-        parent = np.maximum(begins[owner[keep]] + parents, 0)
-        renumbered = place[parent] - (np.cumsum(counts) - counts)[owner[keep]] if parents.size else parents
+        counts, parents, kept = _thinned(self.counts, self.parents, keep)
         return Drafts(
-            counts,
-            self.token_ids[keep],
-            np.where(parents < 0, -1, renumbered),
-            self.depth[keep],
-            self.estimates[keep],
-            self.sources[keep],
+            counts, self.token_ids[kept], parents, self.depth[kept], self.estimates[kept], self.sources[kept]
         )
+
+
+@kernel()
+def _thinned(counts: IntArray, parents: IntArray, keep: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Counts and parents of the nodes that `keep` (N,) marks, and which nodes these are."""
+    number = np.empty(keep.size, np.int64)  # of each kept node, among those of its request
+    kept = np.empty(keep.size, np.int64)
+    left, renumbered = np.zeros(counts.size, np.int64), np.empty(keep.size, np.int64)
+    begin = total = 0
+    for request in range(counts.size):
+        for node in range(begin, begin + counts[request]):
+            if keep[node]:
+                parent = parents[node]
+                renumbered[total] = number[begin + parent] if parent >= 0 else -1
+                number[node] = left[request]
+                kept[total] = node
+                left[request] += 1
+                total += 1
+        begin += counts[request]
+    return left, renumbered[:total].copy(), kept[:total].copy()
+
+
+def join(some: Drafts, others: Drafts) -> tuple[Drafts, IntArray]:
+    """The trees of R requests, each of which has nodes in one of the two at most; `order` (N,) is where a node of
+    `some`, then `others`, has come from.
+    """
+    requests = np.arange(some.counts.size)
+    owner = np.concatenate([np.repeat(requests, some.counts), np.repeat(requests, others.counts)])
+    order = np.argsort(owner, kind="stable")
+    columns = ("token_ids", "parents", "depth", "estimates", "sources")
+    joined = [np.concatenate([getattr(some, name), getattr(others, name)])[order] for name in columns]
+    return Drafts(some.counts + others.counts, *joined), order
 
 
 @dataclass(slots=True)

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from stretto.draft import Drafts, Verified
-from stretto.draft.cost import CostModel
+from stretto.draft.cost import CostModel, Curve, price
 from stretto.errors import StrettoError, nearest
 from stretto.records import BoolArray, FloatArray, IntArray
+from stretto.sampling import kernel
+from stretto.tally import Tally
 
 
 @dataclass(slots=True)
@@ -57,12 +59,17 @@ class Budget(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         del state
 
-    def metrics(self) -> dict[str, float]:
+    def counts(self) -> Tally:
         """Its own figures, since the last call where they count something."""
-        return {}
+        return Tally()
+
+    def metrics(self) -> dict[str, float]:
+        """`counts`, as they are shown."""
+        return self.counts().figures()
 
 
 MARGIN = 0.5  # between the price of a node at one step and the least estimate worth proposing at the next
+SURE = 0.8  # the same, where no choice could have been worth less at that step
 
 
 class NoDrafts(Budget):
@@ -84,6 +91,36 @@ class Fixed(Budget):
         return best_nodes(drafts, np.full(drafts.counts.size, self.nodes))
 
 
+@kernel()
+def _worth_their_price(
+    gains: FloatArray, worth: float, tokens: int, curve: Curve, keep: BoolArray
+) -> tuple[int, float]:
+    """Mark in `keep` (N,) the nodes that make the most of a step's time: how many, and a gain that none is below.
+
+    `worth` is what the step makes of its `tokens` without nodes, `gains` (N,) what each node would add. A node of the
+    best choice gains at least the choice's rate times what it costs: no less than the rate without any at the
+    curve's flattest.
+    """
+    order = np.argsort(-gains, kind="mergesort")
+    nodes = np.arange(gains.size + 1)
+    seconds = np.empty(gains.size + 1)
+    price(curve, nodes + tokens, nodes, seconds)
+    value, best, rate = worth, 0, worth / seconds[0]
+    for count in range(1, gains.size + 1):
+        value += gains[order[count - 1]]
+        if value / seconds[count] > rate:
+            best, rate = count, value / seconds[count]
+    keep[order[:best]] = True
+    flattest = curve.slope
+    for right in range(1, curve.tokens.size):
+        if curve.tokens[right] > tokens:
+            rise = curve.seconds[right] - curve.seconds[right - 1]
+            flattest = min(flattest, rise / (curve.tokens[right] - curve.tokens[right - 1]))
+    if tokens < curve.tokens[0]:
+        flattest = 0.0
+    return best, worth / seconds[0] * (flattest + curve.per_node)
+
+
 class Goodput(Budget):
     """`goodput`: as many nodes over the whole batch as make the most expected tokens per second.
 
@@ -102,34 +139,33 @@ class Goodput(Budget):
         if batch.weights is not None:
             gains = gains * np.repeat(batch.weights, drafts.counts)
             worth = float(batch.weights.sum())
-        order = np.argsort(-gains, kind="stable")
-        value = np.empty(gains.size + 1)
-        value[0], value[1:] = worth, gains[order]
-        nodes = np.arange(value.size)
-        seconds = self.cost.seconds(nodes + batch.tokens, nodes)
-        best = int(np.argmax(value.cumsum() / seconds))
         keep = np.zeros(gains.size, dtype=np.bool_)
-        keep[order[:best]] = True
+        best, least = _worth_their_price(gains, worth, batch.tokens, self.cost.curve, keep)
         # Half of the least that was worth its price, or of the best that was not: should prices fall, a few steps
         # find the new level.
         level = drafts.estimates[keep].min() if best else drafts.estimates.max(initial=self.floor)
-        self.floor = MARGIN * float(level)
+        if batch.weights is not None and least > 0.0:
+            least /= float(batch.weights.max())
+        self.floor = max(MARGIN * float(level), SURE * least)
         self._proposed += gains.size
         self._kept += best
         return keep
 
     def learn(self, drafts: Drafts, verified: Verified, slots: IntArray) -> None:
-        self._expected += float(drafts.estimates.sum())
-        self._accepted += int(verified.accepted.sum())
+        if drafts.estimates.size:
+            self._expected += float(drafts.estimates.sum())
+            self._accepted += int(np.count_nonzero(verified.accepted))
 
-    def metrics(self) -> dict[str, float]:
+    def counts(self) -> Tally:
         """Since the last call: nodes proposed and kept; tokens expected of the kept ones, and accepted."""
-        found = {
-            "spec/budget/proposed": float(self._proposed),
-            "spec/budget/kept": float(self._kept),
-            "spec/budget/expected": self._expected,
-            "spec/budget/accepted": float(self._accepted),
-        }
+        found = Tally(
+            {
+                "spec/budget/proposed": float(self._proposed),
+                "spec/budget/kept": float(self._kept),
+                "spec/budget/expected": self._expected,
+                "spec/budget/accepted": float(self._accepted),
+            }
+        )
         self._reset()
         return found
 

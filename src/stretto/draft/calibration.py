@@ -12,11 +12,12 @@ from stretto.draft.isotonic import isotonic
 from stretto.errors import StrettoError
 from stretto.records import BoolArray, FloatArray, IntArray
 from stretto.sampling import kernel
+from stretto.tally import Tally
 
 ROWS = (*SOURCES, "siblings_beside_history", "prompt_beside_history")
 """Calibrated apart: each source, and what the others say where history has a match too. There they are asked for what
 history lacks, and right far less often."""
-BESIDE_HISTORY = 2  # from a source to its row beside history
+BESIDE_HISTORY = len(SOURCES) - 1  # from a source to its row beside history
 
 DEPTHS = ("1", "2", "3-4", "5-8", "9+")  # depth buckets
 INNER_EDGES = 1.0 / (
@@ -27,9 +28,11 @@ _EDGES = np.concatenate(([0.0], INNER_EDGES, [1.0]))
 CENTRES = (_EDGES[:-1] + _EDGES[1:]) / 2
 KNOTS = BINS + 2  # one per bin, and the ends 0 and 1
 PRIOR = 10.0  # tests that a bin's prior counts for
-WORTH = np.array([1.0 if name == "history" else 0.6 for name in ROWS])
-"""By row, how often a node is accepted for its estimate while nothing is known. Only history repeats itself so
-reliably that its estimates can be taken at their word; budgets would pay for the others' until enough were tested."""
+TRUST = 3.0  # tests, each of estimate 1, that the prior of a row's or a depth's worth counts for
+WORTH = np.array([{"history": 0.8, "dropped": 1.0}.get(name, 0.6) for name in ROWS])
+"""By row, how often a node is accepted for its estimate while nothing is known. History repeats itself more reliably
+than the others do; budgets would pay for all of them until enough were tested."""
+IDLE = 16  # steps without a test, after which what was learnt is aged all the same
 TESTED, ESTIMATED, ACCEPTED = 0, 1, 2  # columns: tests, sum of their estimates, how many were accepted
 
 
@@ -69,21 +72,21 @@ def _learn(
     counts: FloatArray,
     tally: FloatArray,
     table: FloatArray,
-    decay: float,
+    kept: float,
     raw: FloatArray,
     rows: IntArray,
     depth: IntArray,
     reached: BoolArray,
     accepted: BoolArray,
 ) -> None:
-    """Test after test, so that it does not matter how they were cut into steps."""
+    """Age the counts to the share `kept`, add the tests of one step, and bring the table up to date."""
+    counts *= kept
     for i in range(raw.size):
         if not reached[i]:
             continue
         bucket = depth_bucket(depth[i])
         outcome = 1.0 if accepted[i] else 0.0
         seen = counts[rows[i], bucket, _bin(raw[i])]
-        seen *= decay
         seen[TESTED] += 1.0
         seen[ESTIMATED] += raw[i]
         seen[ACCEPTED] += outcome
@@ -92,17 +95,29 @@ def _learn(
         told[TESTED] += 1.0
         told[ESTIMATED] += predicted
         told[ACCEPTED] += outcome
+    _refresh(counts, table)
+
+
+@kernel()
+def _worth(seen: FloatArray, prior: float) -> float:
+    """How often nodes were accepted for their estimates, at most 1, from counts (..., 3) and TRUST tests more."""
+    expected, accepted = 0.0, 0.0
+    for bins in seen.reshape(-1, 3):
+        expected += bins[ESTIMATED]
+        accepted += bins[ACCEPTED]
+    return min(1.0, (accepted + TRUST * prior) / (expected + TRUST))
 
 
 @kernel()
 def _refresh(counts: FloatArray, table: FloatArray) -> None:
     """Knots from counts: each bin's mean estimate against its share of accepted tests, the prior included."""
     for row in range(counts.shape[0]):
+        worth_of_row = _worth(counts[row], WORTH[row])
         for bucket in range(counts.shape[1]):
             seen, knots = counts[row, bucket], table[row, bucket]
             weights = seen[:, TESTED] + PRIOR
             knots[1 : KNOTS - 1] = (seen[:, ESTIMATED] + PRIOR * CENTRES) / weights
-            prior = PRIOR * WORTH[row]
+            prior = PRIOR * _worth(seen, worth_of_row)
             values = isotonic((seen[:, ACCEPTED] + prior * CENTRES) / weights, weights)
             knots[KNOTS + 1 : -1] = values
             # The ends are the outermost bins with their priors at 0 and 1: a line while nothing is known, and flat
@@ -116,17 +131,21 @@ class Calibration:
     """Online map from raw to calibrated conditional acceptance, one per row and depth bucket.
 
     "Conditional": given that the node's parent was accepted; a path's acceptance is the product. Twelve bins over
-    the raw estimate keep exponentially decayed counts, with a prior of PRIOR tests that says WORTH of the
-    estimate is right.
+    the raw estimate keep decayed counts, with a prior of PRIOR tests that says a part of the estimate is right: the
+    part that was right so far at this depth, which is estimated from the row's, and that from WORTH. So a source
+    that turns out to be of no use is found out in a few tests, at all depths and estimates.
     A bin's knot lies at the mean raw estimate of its tests, so that any linear relation is met without bias; isotonic
-    regression keeps the map non-decreasing. Deterministic: the same tests in the same order give the same bits.
+    regression keeps the map non-decreasing.
+    Counts decay by steps, with or without tests: what was given up is tried again after a while. Deterministic: the
+    same tests in the same steps give the same bits.
     """
 
     table: FloatArray  # (rows, depth buckets, 2 * KNOTS), for `calibrated`; kept up to date in place
 
-    def __init__(self, half_life: float = 2_000.0) -> None:
-        """`half_life`: after this many further tests in its bin a test counts half."""
+    def __init__(self, half_life: float = 256.0) -> None:
+        """`half_life`: after this many further steps a test counts half."""
         self._decay = 0.5 ** (1.0 / half_life)
+        self._idle = 0  # steps without a test that the counts were not yet aged for
         self._counts = np.zeros((len(ROWS), len(DEPTHS), BINS, 3))
         self._tally = np.zeros((len(ROWS), BINS, 3))
         self.table = np.empty((len(ROWS), len(DEPTHS), 2 * KNOTS))
@@ -135,20 +154,23 @@ class Calibration:
     def learn(
         self, raw: FloatArray, rows: IntArray, depth: IntArray, reached: BoolArray, accepted: BoolArray
     ) -> None:
-        """Take in what became of nodes, all arrays (N,). Only `reached` nodes count: the others were not tested.
+        """Take in what became of one step's nodes, all arrays (N,). Only `reached` nodes count: the others were not
+        tested.
 
         `raw` are conditional estimates before `calibrated`; `rows` index ROWS, `depth` as in `Drafts`. The table is
-        refreshed.
+        brought up to date; in steps without nodes, every IDLE of them.
         """
-        _learn(self._counts, self._tally, self.table, self._decay, raw, rows, depth, reached, accepted)
-        self.refresh()
+        self._idle += 1
+        if raw.size or self._idle == IDLE:
+            kept, self._idle = self._decay**self._idle, 0
+            _learn(self._counts, self._tally, self.table, kept, raw, rows, depth, reached, accepted)
 
     def refresh(self) -> None:
         """Compute `table` anew, in place, from the counts."""
         _refresh(self._counts, self.table)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": self._counts.tolist(), "tally": self._tally.tolist()}
+        return {"counts": self._counts.tolist(), "tally": self._tally.tolist(), "idle": self._idle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises StrettoError where the state is one of other rows, depths or bins; nothing is changed then."""
@@ -158,10 +180,10 @@ class Calibration:
                 raise StrettoError(
                     f"calibration: stored {name} have shape {found.shape}, this version's {ours.shape}"
                 )
-        self._counts, self._tally = counts, tally
+        self._counts, self._tally, self._idle = counts, tally, int(state["idle"])
         self.refresh()
 
-    def metrics(self) -> dict[str, float]:
+    def counts(self) -> Tally:
         """Since the last call, of the nodes tested, overall and by row (left out where there were none).
 
         `error` is the expected calibration error (Naeini et al. 2015): mean distance of predicted from observed over
@@ -169,12 +191,15 @@ class Calibration:
         """
         tally, self._tally = self._tally, np.zeros_like(self._tally)
         groups = {"": tally.sum(axis=0)} | {f"/{name}": tally[i] for i, name in enumerate(ROWS)}
-        found: dict[str, float] = {}
+        found = Tally()
         for suffix, bins in groups.items():
             tested, predicted, accepted = bins.sum(axis=0)
             if tested > 0.0:
                 off = np.abs(bins[:, ESTIMATED] - bins[:, ACCEPTED]).sum()
-                found[f"spec/calibration/error{suffix}"] = float(off / tested)
-                found[f"spec/calibration/predicted{suffix}"] = float(predicted / tested)
-                found[f"spec/calibration/observed{suffix}"] = float(accepted / tested)
+                for name, value in (("error", off), ("predicted", predicted), ("observed", accepted)):
+                    found.ratios[f"spec/calibration/{name}{suffix}"] = (float(value), float(tested))
         return found
+
+    def metrics(self) -> dict[str, float]:
+        """`counts`, as shares."""
+        return self.counts().figures()

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,23 @@ from stretto.sampling import kernel
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
+class Curve(NamedTuple):
+    """What steps cost."""
+
+    tokens: FloatArray  # (K,), packed into a step: the knots
+    seconds: FloatArray  # (K,), non-decreasing
+    slope: float  # seconds per token beyond the last knot
+    per_node: float  # seconds per drafted node besides
+    per_draft: float  # seconds that any draft adds to a step, whatever its size
+
+
 @kernel()
-def _curve(
-    knots: FloatArray, values: FloatArray, last_slope: float, tokens: IntArray, out: FloatArray
-) -> None:
-    """Linear between knots, flat before the first, of `last_slope` after the last. Fastest for ascending tokens."""
+def price(curve: Curve, tokens: IntArray, nodes: IntArray, out: FloatArray) -> None:
+    """Seconds of steps of `tokens` (N,) packed tokens, `nodes` (N,) of which are drafted.
+
+    Linear between knots, flat before the first. Fastest for ascending tokens.
+    """
+    knots, values = curve.tokens, curve.seconds
     right = 0  # first knot that is not left of the tokens
     for i in range(tokens.size):
         x = float(tokens[i])
@@ -33,11 +45,14 @@ def _curve(
         if right == 0:
             out[i] = values[0]
         elif right == knots.size:
-            out[i] = values[-1] + last_slope * (x - knots[-1])
+            out[i] = values[-1] + curve.slope * (x - knots[-1])
         else:
             low, high = values[right - 1], values[right]
             share = (x - knots[right - 1]) / (knots[right] - knots[right - 1])
             out[i] = min(low + (high - low) * share, high)
+        out[i] += nodes[i] * curve.per_node
+        if nodes[i] > 0:
+            out[i] += curve.per_draft
 
 
 class CostModel:
@@ -48,14 +63,17 @@ class CostModel:
     stored with the run.
     """
 
-    def __init__(self, per_node: float = 0.0) -> None:
-        """`per_node`: seconds that drafting and checking one node takes, beyond its place in the model's pass."""
-        if not (math.isfinite(per_node) and per_node >= 0.0):
-            raise StrettoError(f"cost model: seconds per drafted node must be 0 or more, not {per_node}")
-        self.per_node = per_node
+    def __init__(self, per_node: float = 0.0, per_draft: float = 0.0) -> None:
+        """`per_node`: seconds that drafting and checking one node takes, beyond its place in the model's pass;
+        `per_draft`: what checking adds to a step that has any.
+        """
+        for what, seconds in (("drafted node", per_node), ("step with a draft", per_draft)):
+            if not (math.isfinite(seconds) and seconds >= 0.0):
+                raise StrettoError(f"cost model: seconds per {what} must be 0 or more, not {seconds}")
+        self.per_node, self.per_draft = per_node, per_draft
         self._tokens = np.empty(0)
         self._seconds = np.empty(0)
-        self._slope = 0.0
+        self._curve = Curve(self._tokens, self._seconds, 0.0, per_node, per_draft)
 
     @classmethod
     def measure(
@@ -103,23 +121,27 @@ class CostModel:
         segment or of the whole curve, whichever is steeper: an end that noise made flat must not make tokens free.
         Raises StrettoError while nothing was measured.
         """
+        seconds = np.empty(tokens.size)
+        price(self.curve, tokens, np.full(tokens.size, nodes), seconds)
+        return seconds
+
+    @property
+    def curve(self) -> Curve:
+        """For `price`. Raises StrettoError while nothing was measured."""
         if not self._tokens.size:
             raise StrettoError("cost model: nothing was measured yet, so there is no price for a step")
-        seconds = np.empty(tokens.size)
-        _curve(self._tokens, self._seconds, self._slope, tokens, seconds)
-        if self.per_node > 0.0:
-            seconds += np.asarray(nodes) * self.per_node
-        return seconds
+        return self._curve
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "tokens": self._tokens.tolist(),
             "seconds": self._seconds.tolist(),
             "per_node": self.per_node,
+            "per_draft": self.per_draft,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.per_node = float(state["per_node"])
+        self.per_node, self.per_draft = float(state["per_node"]), float(state["per_draft"])
         self._set(np.array(state["tokens"], np.float64), np.array(state["seconds"], np.float64))
 
     def metrics(self) -> dict[str, float]:
@@ -131,4 +153,5 @@ class CostModel:
         self._tokens, self._seconds = tokens, seconds
         if tokens.size:
             rise, run = seconds[-1] - seconds, tokens[-1] - tokens
-            self._slope = float(max(rise[0] / run[0], rise[-2] / run[-2]))
+            slope = float(max(rise[0] / run[0], rise[-2] / run[-2]))
+            self._curve = Curve(tokens, seconds, slope, self.per_node, self.per_draft)

@@ -7,28 +7,36 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from stretto.draft import SOURCES, Drafts, Verified
-from stretto.draft.budget import Batch, Budget
+from stretto.alternatives import Alternatives
+from stretto.draft import SOURCES, Drafts, Verified, join, no_drafts
+from stretto.draft.budget import Batch, Budget, Goodput
 from stretto.draft.calibration import Calibration
 from stretto.draft.cost import CostModel
-from stretto.draft.estimates import advance_prompts
-from stretto.draft.tree import Matches, Rules, grow, room_for
+from stretto.draft.counters import Counters
+from stretto.draft.dropped import DROPPED, DroppedWork, path_estimates
+from stretto.draft.follow import follow, grow_at, nowhere
+from stretto.draft.tree import Rules, room_for
 from stretto.history.automaton import LivePool, find_text, match_live
-from stretto.history.frozen import Arena, advance_all, freeze
-from stretto.history.index import LARGEST_TOKEN, HistoryIndex
+from stretto.history.frozen import Arena, Frozen, freeze
+from stretto.history.index import LARGEST_TOKEN, HistoryIndex, Response
+from stretto.history.mixtures import join_rows, rows_of
 from stretto.records import IntArray, Request, Rollout, prompt_uid
+from stretto.tally import Tally, total
 
 START = LARGEST_TOKEN  # no tokenizer's
-DEPTHS = 8  # depths that are counted one by one; the last with all below
 IDLE_GROUPS = 64  # prompts kept for responses that have not begun yet
 GENERATION = 200_000  # tokens
+PATIENCE, PAUSE = (
+    8,
+    4,
+)  # after so many steps without a node worth checking, it is asked for at every fourth only
 
 
 @dataclass(slots=True)
@@ -48,38 +56,6 @@ class _Lengths:
     visit: int
     tokens: int = 0
     responses: int = 0
-
-
-@dataclass(slots=True)
-class _Counters:
-    """What happened since `metrics` was last called."""
-
-    begin_seconds: float = 0.0
-    propose_seconds: float = 0.0
-    observe_seconds: float = 0.0
-    proposed: int = 0
-    drafted: IntArray = field(default_factory=lambda: np.zeros(len(SOURCES), np.int64))
-    accepted: IntArray = field(default_factory=lambda: np.zeros(len(SOURCES), np.int64))
-    tested: IntArray = field(default_factory=lambda: np.zeros(DEPTHS + 1, np.int64))  # by depth, from 0
-    passed: IntArray = field(default_factory=lambda: np.zeros(DEPTHS + 1, np.int64))
-
-    def add(self, drafts: Drafts, verified: Verified) -> None:
-        depth = np.minimum(drafts.depth, DEPTHS)
-        self.drafted += np.bincount(drafts.sources, minlength=len(SOURCES))
-        self.accepted += np.bincount(drafts.sources[verified.accepted], minlength=len(SOURCES))
-        self.tested += np.bincount(depth[verified.reached], minlength=DEPTHS + 1)
-        self.passed += np.bincount(depth[verified.accepted], minlength=DEPTHS + 1)
-
-    def metrics(self) -> dict[str, float]:
-        names = ("begin_seconds", "propose_seconds", "observe_seconds", "proposed")
-        found = {f"spec/{name}": float(getattr(self, name)) for name in names}
-        for index, source in enumerate(SOURCES):
-            found[f"spec/drafted/{source}"] = float(self.drafted[index])
-            found[f"spec/accepted/{source}"] = float(self.accepted[index])
-        for depth in range(1, DEPTHS + 1):
-            tested = int(self.tested[depth])
-            found[f"spec/acceptance/{depth}"] = int(self.passed[depth]) / tested if tested else float("nan")
-        return found
 
 
 class HistoryDrafter:
@@ -118,52 +94,67 @@ class HistoryDrafter:
         self._groups: OrderedDict[int, _Group] = OrderedDict()  # the one used longest ago first
         self._request_group = column(-1)
         self._key = np.zeros(slots, np.uint64)
-        self._handle, self._state, self._length = column(-1), column(), column()
+        self._handle = column(-1)
+        self._at = nowhere(slots)  # by slot
+        self._arena = index.arrays()  # as `_at.state_base` and `edge_base` have it
         self._newest = -1  # of the automata of responses in flight
         self._users: Counter[int] = Counter()  # of each of them
-        self._siblings, self._last = column(-1), column()
-        self._prompt, self._prompt_state, self._prompt_length = column(-1), column(), column()
+        self._dropped = DroppedWork(slots)
         self._grown = room_for(slots, max_nodes)
+        self._fruitless = 0  # steps in a row without a node that was worth checking
         self._raw, self._rows = np.zeros(0), column()[:0]  # of the last proposal's nodes
         self._lengths: dict[str, _Lengths] = {}  # by prompt uid
-        self._counters = _Counters()
+        self._counters = Counters()
         compile_kernels()
 
     # ---- the engine's side ----------------------------------------------------------------------------
 
     def begin(self, slot: int, request: Request) -> None:
         began = self._clock()
+        self._fruitless = min(self._fruitless, PATIENCE - 2)
         uid = prompt_uid(request.prompt_ids)
         if "history" in self._sources:
             if self._wait:
                 self.index.wait([uid])
             self._handle[slot] = self.index.open(uid)
-        self._state[slot] = self._length[slot] = 0
-        self._key[slot] = request.key
+            self._counters.waiting += self._clock() - began
         group = self._group(request)
         group.users += 1
-        self._request_group[slot] = request.group
-        self._prompt[slot] = group.automaton
-        tokens = np.concatenate([[START], request.token_ids]).astype(np.int64)
-        one = np.array([slot])
-        self._follow(one, np.ones(1, np.int64), tokens[:1])
+        self._request_group[slot], self._key[slot] = request.group, request.key
+        at, one = self._at, np.array([slot])
+        at.state_base[one], at.edge_base[one] = self.index.bases(self._handle[one])
+        at.state[slot] = at.length[slot] = 0
+        if self._handle[slot] >= 0:
+            self._follow(one, np.ones(1, np.int64), np.array([START]))
         # A response goes on from its prompt, in which there is no START.
-        self._prompt_state[slot], self._prompt_length[slot] = group.state, group.length
-        self._follow(one, np.array([tokens.size - 1]), tokens[1:])
+        at.prompt[slot], at.prompt_state[slot], at.prompt_length[slot] = (
+            group.automaton,
+            group.state,
+            group.length,
+        )
+        if request.token_ids.size:
+            self._follow(one, np.array([request.token_ids.size]), request.token_ids.astype(np.int64))
+        tokens = np.concatenate([[START], request.token_ids]).astype(np.int64)
+        dropped = request.draft_ids if "dropped" in self._sources else tokens[:0]
+        if dropped.size:
+            self._dropped.begin(slot, request)
         if "siblings" in self._sources:
-            self._join(slot, tokens)
+            self._join(slot, tokens, dropped)
         lengths = self._lengths.get(uid)
         self.budget.begin(slot, lengths.tokens / lengths.responses if lengths else None)
         self._counters.begin_seconds += self._clock() - began
 
     def end(self, slot: int, length: int | None) -> None:
+        began = self._clock()
         if length is not None:
             self.budget.end(slot, length)
         if self._handle[slot] >= 0:
             self.index.close(int(self._handle[slot]))
             self._handle[slot] = -1
-        if self._siblings[slot] >= 0:
+        if self._at.group[slot] >= 0:
             self._leave(slot)
+        self._at.state_base[slot] = self._at.prompt[slot] = -1
+        self._dropped.end(slot)
         name = int(self._request_group[slot])
         self._groups[name].users -= 1
         self._groups.move_to_end(name)
@@ -173,14 +164,25 @@ class HistoryDrafter:
             automaton = self._groups.pop(group).automaton
             if automaton >= 0:
                 self._pool.close(automaton)
+        self._counters.end_seconds += self._clock() - began
 
     def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
         began = self._clock()
-        counts = grow(
-            self.index.arrays(),
+        self._counters.step()
+        dropped, waited = None, self._fruitless - PATIENCE
+        if waited >= 0 and waited % PAUSE and not self._dropped.any:
+            self._fruitless += 1
+            self._raw, self._rows = self._grown.raw[:0], self._grown.rows[:0]
+            return no_drafts(slots.size)
+        if self._dropped.any:
+            dropped = self._dropped.paths(slots, room, self.calibration.table, self.budget.floor)
+            room = np.where(dropped[0].counts > 0, 0, room)
+        counts = grow_at(
+            self._frozen(),
             self._pool.arrays,
-            self._matches(slots),
-            self._key[slots],
+            self._at,
+            self._key,
+            slots,
             generated,
             room,
             self.calibration.table,
@@ -188,8 +190,7 @@ class HistoryDrafter:
             self.budget.floor,
             self._grown,
         )
-        nodes = int(counts.sum())
-        grown = self._grown
+        nodes, grown = int(counts.sum()), self._grown
         drafts = Drafts(
             counts,
             grown.token_ids[:nodes],
@@ -198,27 +199,36 @@ class HistoryDrafter:
             grown.estimates[:nodes],
             grown.sources[:nodes].astype(np.int8),
         )
+        raw, rows = grown.raw[:nodes], grown.rows[:nodes]
+        if dropped is not None:
+            paths, certain = dropped
+            drafts, order = join(drafts, paths)
+            raw = np.concatenate([raw, certain])[order]
+            rows = np.concatenate([rows, np.full(certain.size, DROPPED)])[order]
+            nodes += certain.size
         keep = self.budget.choose(drafts, Batch(slots, generated, tokens))
-        if np.count_nonzero(keep) > most:
+        kept = np.count_nonzero(keep)
+        if kept > most:
             best = np.argsort(np.where(keep, -drafts.estimates, 1.0), kind="stable")[: max(most, 0)]
             keep = np.zeros(nodes, np.bool_)
             keep[best] = True
-        self._raw, self._rows = grown.raw[:nodes][keep], grown.rows[:nodes][keep]
-        drafts = drafts.select(keep)
+        self._raw, self._rows = raw[keep], rows[keep]
+        drafts = drafts.select(keep) if kept else no_drafts(slots.size)
+        self._fruitless = 0 if kept else self._fruitless + 1
         self._counters.proposed += nodes
         self._counters.propose_seconds += self._clock() - began
         return drafts
 
     def observe(self, slots: IntArray, drafts: Drafts, verified: Verified, token_ids: IntArray) -> None:
         began = self._clock()
+        reached, accepted = verified.reached, verified.accepted
+        self.calibration.learn(self._raw, self._rows, drafts.depth, reached, accepted)
         if drafts.token_ids.size:
-            reached, accepted = verified.reached, verified.accepted
-            self.calibration.learn(self._raw, self._rows, drafts.depth, reached, accepted)
             self._counters.add(drafts, verified)
         self.budget.learn(drafts, verified, slots)
+        if self._dropped.any:
+            self._dropped.follow(slots, verified.emitted, token_ids)
         self._follow(slots, verified.emitted, token_ids)
-        if "siblings" in self._sources:
-            self._say(slots, verified.emitted, token_ids)
         self._counters.observe_seconds += self._clock() - began
 
     # ---- the run's side -------------------------------------------------------------------------------
@@ -232,10 +242,11 @@ class HistoryDrafter:
         uids = []
         for (uid, visit), members in groupby(sorted(rollouts, key=place), place):
             responses = [
-                (
+                Response(
                     np.concatenate([[START], r.token_ids]).astype(np.int64),
                     np.concatenate([[0.0], r.logprobs]),
                     r.reward,
+                    _behind_start(r.top),
                 )
                 for r in members
             ]
@@ -244,7 +255,7 @@ class HistoryDrafter:
             if visit > lengths.visit:
                 lengths = self._lengths[uid] = _Lengths(visit)
             if visit == lengths.visit:
-                lengths.tokens += sum(tokens.size - 1 for tokens, _, _ in responses)
+                lengths.tokens += sum(response.token_ids.size - 1 for response in responses)
                 lengths.responses += len(responses)
             uids.append(uid)
         self.index.prepare(uids)
@@ -259,15 +270,19 @@ class HistoryDrafter:
         if budget:
             self.budget.load_state_dict(state["budget"])
 
-    def metrics(self) -> dict[str, float]:
+    def counts(self) -> Tally:
         """Under `spec/`, since the last call: what each source proposed and what of it was accepted, acceptance by
         depth of the nodes that were put to the test, seconds; and sizes now, of the index
         and of the automata in flight.
         """
-        found, self._counters = self._counters.metrics(), _Counters()
-        found |= {f"spec/index/{name}": value for name, value in self.index.metrics().items()}
-        found |= {f"spec/live/{name}": value for name, value in self._pool.metrics().items()}
-        return found | self.budget.metrics() | self.calibration.metrics()
+        found, self._counters = self._counters.counts(), Counters()
+        index, live = self.index.counts(), Tally(self._pool.metrics())
+        parts = index.named("spec/index/"), live.named("spec/live/")
+        return total([found, *parts, self.budget.counts(), self.calibration.counts()])
+
+    def metrics(self) -> dict[str, float]:
+        """`counts`, as they are shown."""
+        return self.counts().figures()
 
     # ---- inside ---------------------------------------------------------------------------------------
 
@@ -287,8 +302,8 @@ class HistoryDrafter:
         group = self._groups[request.group] = _Group(prompt, state, length)
         return group
 
-    def _join(self, slot: int, tokens: IntArray) -> None:
-        """A response that says `tokens` so far is in flight in `slot`."""
+    def _join(self, slot: int, tokens: IntArray, dropped: IntArray) -> None:
+        """A response that says `tokens` so far is in flight in `slot`, one that has said `dropped` before."""
         pool, newest = self._pool, self._newest
         if newest < 0 or pool.arrays.counts[pool.root(newest)] > self._generation:
             self._newest = pool.open()
@@ -296,53 +311,49 @@ class HistoryDrafter:
                 pool.close(newest)
             newest = self._newest
         self._users[newest] += 1
-        self._siblings[slot] = newest
-        found = find_text(pool.arrays, newest, tokens)
-        if tokens.size > 1 and found >= 0:  # resumed: what it said before is there
-            self._last[slot] = found
-        else:
-            self._last[slot] = pool.root(newest)
-            self._say(np.array([slot]), np.array([tokens.size]), tokens)
+        self._at.group[slot] = newest
+        text = np.concatenate([[START], dropped]).astype(np.int64)
+        root = np.array([pool.root(newest)])
+        if dropped.size and find_text(pool.arrays, newest, text) < 0:
+            pool.extend(np.array([newest]), root.copy(), np.array([text.size]), text)
+        found = find_text(pool.arrays, newest, tokens) if tokens.size > 1 else -1
+        if found < 0:  # not resumed, or where what it said before is not known
+            pool.extend(np.array([newest]), root, np.array([tokens.size]), tokens)
+            found = int(root[0])
+        self._at.last[slot] = found
 
     def _leave(self, slot: int) -> None:
         """The response in `slot` is no longer in flight; what it said is forgotten with its generation."""
-        handle = int(self._siblings[slot])
-        self._siblings[slot] = -1
+        handle = int(self._at.group[slot])
+        self._at.group[slot] = -1
         self._users[handle] -= 1
         if not self._users[handle]:
             del self._users[handle]
             if handle != self._newest:
                 self._pool.close(handle)
 
-    def _say(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
-        """Add the new tokens of the requests in `slots` (R,) to the responses in flight."""
-        last = self._last[slots]
-        self._pool.extend(self._siblings[slots], last, counts, tokens)
-        self._last[slots] = last
-
-    def _matches(self, slots: IntArray) -> Matches:
-        return Matches(
-            *self.index.bases(self._handle[slots]),
-            self._state[slots],
-            self._length[slots],
-            self._siblings[slots],
-            self._last[slots],
-            self._prompt[slots],
-            self._prompt_state[slots],
-            self._prompt_length[slots],
-        )
+    def _frozen(self) -> Frozen:
+        """The arena of histories in use; where it is a new one, everything in it has moved."""
+        arrays = self.index.arrays()
+        if arrays is not self._arena:
+            self._arena = arrays
+            self._at.state_base[:], self._at.edge_base[:] = self.index.bases(self._handle)
+        return arrays
 
     def _follow(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
-        """Take the requests in `slots` (R,) over their new tokens, in the sources that these do not change."""
-        if "history" in self._sources:
-            state, length = self._state[slots], self._length[slots]
-            bases = self.index.bases(self._handle[slots])
-            advance_all(self.index.arrays(), bases, state, length, counts, tokens)
-            self._state[slots], self._length[slots] = state, length
-        if "prompt" in self._sources:
-            state, length = self._prompt_state[slots], self._prompt_length[slots]
-            advance_prompts(self._pool.arrays, self._prompt[slots], state, length, counts, tokens)
-            self._prompt_state[slots], self._prompt_length[slots] = state, length
+        """Take the requests in `slots` (R,) over their new tokens, and add these to the responses in flight."""
+        said = tokens.size if tokens.size and self._at.group[slots[0]] >= 0 else 0
+        follow(self._frozen(), self._pool.reserve(said), self._at, slots, counts, tokens)
+
+
+def _behind_start(top: Alternatives | None) -> Alternatives | None:
+    """The alternatives at a response's places, START in front."""
+    if top is None:
+        return None
+    start = Alternatives.none(1, top.width)
+    return Alternatives(
+        np.concatenate([start.token_ids, top.token_ids]), np.concatenate([start.logprobs, top.logprobs])
+    )
 
 
 @cache
@@ -355,19 +366,22 @@ def compile_kernels() -> None:
     last[0] = pool.root(int(group[0]))
     pool.extend(group, last, size, text)
     find_text(pool.arrays, int(group[0]), text)
-    state, length = np.array([match_live(pool.arrays, int(last[0]))]), one.copy()
-    advance_prompts(pool.arrays, group, state, length, one, text[:0])
-    arena = Arena(weighted=True)
-    arena.add(freeze(text.astype(np.int32), np.array([0, text.size]), np.ones(text.size)))
-    bases, place, matched = arena.bases(one), one.copy(), one.copy()
-    advance_all(arena.arrays, bases, place, matched, size, text)
-    calibration, grown = Calibration(), room_for(1, 2)
-    matches = Matches(*bases, place, matched, group, last, group, state, length)
-    rules = Rules(2, True, True)
-    key = np.zeros(1, np.uint64)
-    grow(arena.arrays, pool.arrays, matches, key, one, one + 2, calibration.table, rules, 0.0, grown)
-    calibration.learn(grown.raw, grown.rows, grown.depth, grown.rows == 0, grown.rows == 0)
+    match_live(pool.arrays, int(last[0]))
+    arena, tokens = Arena(weighted=True, mixed=True), text.astype(np.int32)
+    rows = join_rows([rows_of(tokens, np.ones(text.size, np.float32), None)])
+    arena.add(freeze(tokens, np.array([0, text.size]), np.ones(text.size), rows))
+    at, calibration, grown = nowhere(1), Calibration(), room_for(1, 2)
+    follow(arena.arrays, pool.arrays, at, one, one, text[:0])
+    path_estimates(calibration.table, 1)
+    rules, key = Rules(2, True, True), np.zeros(1, np.uint64)
+    table = calibration.table
+    counts = grow_at(arena.arrays, pool.arrays, at, key, one, one, one + 2, table, rules, 0.0, grown)
+    none = grown.rows != 0
+    sources = grown.sources.astype(np.int8)
+    drafts = Drafts(counts, grown.token_ids, grown.parents, grown.depth, grown.estimates, sources)
+    Counters().add(drafts.select(none), Verified(none[:0], none[:0], counts))
+    calibration.learn(grown.raw, grown.rows, grown.depth, none, none)
     cost = CostModel()
     cost.fit([(1, 1.0), (2, 1.0)])
-    cost.seconds(one)
+    Goodput(cost).choose(no_drafts(1), Batch(one, one, 1))
     pool.close(int(group[0]))

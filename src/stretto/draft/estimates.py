@@ -175,15 +175,3 @@ def advance_live(pool: Pool, group: int, state: int, length: int, token: int) ->
             return state, 0
         state = int(pool.link[state])
         length = int(pool.length[state])
-
-
-@kernel()
-def advance_prompts(
-    pool: Pool, prompt: IntArray, state: IntArray, length: IntArray, counts: IntArray, tokens: IntArray
-) -> None:
-    """Take each request r over its `counts[r]` new tokens in its prompt's automaton; states and lengths in place."""
-    at = 0
-    for r in range(prompt.size):
-        for token in tokens[at : at + counts[r]]:
-            state[r], length[r] = advance_live(pool, prompt[r], state[r], length[r], token)
-        at += counts[r]

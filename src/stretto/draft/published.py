@@ -18,6 +18,7 @@ from stretto.draft.budget import Batch, Budget, best_nodes
 from stretto.draft.cost import CostModel
 from stretto.errors import StrettoError, nearest
 from stretto.records import BoolArray, FloatArray, IntArray
+from stretto.tally import Tally
 
 
 class Aimd(Budget):
@@ -67,9 +68,10 @@ class Aimd(Budget):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._windows = np.array(state["windows"], np.int64)
 
-    def metrics(self) -> dict[str, float]:
+    def counts(self) -> Tally:
         """The mean window over all slots, as each was left."""
-        return {"spec/budget/window": float(self._windows.mean())} if self._windows.size else {}
+        windows = self._windows
+        return Tally(ratios={"spec/budget/window": (float(windows.sum()), windows.size)})
 
 
 class LengthClass(Budget):
@@ -143,12 +145,11 @@ class LengthClass(Budget):
         self._chosen = np.array(state["chosen"], np.float64)
         self._tables = None
 
-    def metrics(self) -> dict[str, float]:
+    def counts(self) -> Tally:
         """Since the last call: the share of each class among the requests of all steps."""
-        chosen, self._chosen = self._chosen, np.zeros(3)
-        shares = chosen / max(chosen.sum(), 1.0)
-        names = ("short", "medium", "long")
-        return {f"spec/budget/{name}": float(share) for name, share in zip(names, shares, strict=True)}
+        chosen, self._chosen = self._chosen.tolist(), np.zeros(3)
+        classes = zip(("short", "medium", "long"), chosen, strict=True)
+        return Tally(ratios={f"spec/budget/{name}": (count, sum(chosen)) for name, count in classes})
 
     def _tabulate(self) -> tuple[FloatArray, list[IntArray]]:
         """The thresholds (2,), and the sorted lengths of what ended, by initial class; last those of all."""
@@ -243,12 +244,17 @@ class Marginal(Budget):
             np.array(state[name], np.float64) for name in ("drafted", "tested", "accepted")
         )
 
-    def metrics(self) -> dict[str, float]:
-        return {"spec/budget/acceptance": self._acceptance()}
+    def counts(self) -> Tally:
+        return Tally(ratios={"spec/budget/acceptance": self._levels()})
+
+    def _levels(self) -> tuple[float, float]:
+        """The levels at which a node was accepted, and those tested."""
+        return float(self._accepted.sum() + self.PRIOR / 2), float(self._tested.sum() + self.PRIOR)
 
     def _acceptance(self) -> float:
         """α: the share of tested levels at which a node was accepted."""
-        return float((self._accepted.sum() + self.PRIOR / 2) / (self._tested.sum() + self.PRIOR))
+        accepted, tested = self._levels()
+        return accepted / tested
 
     def _best_length(self, requests: int, tokens: int) -> int:
         """γ*, 0 to γ_max; ties to the shorter."""

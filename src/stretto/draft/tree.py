@@ -15,6 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from stretto.draft.calibration import BESIDE_HISTORY, calibrated, depth_bucket
+from stretto.draft.contenders import (
+    CONTENDERS,
+    NEGLIGIBLE,
+    Contenders,
+    frozen_contenders,
+    room_for_contenders,
+)
 from stretto.draft.estimates import (
     BRANCHES,
     Successors,
@@ -26,12 +33,12 @@ from stretto.draft.estimates import (
 from stretto.history.automaton import Pool, match_live
 from stretto.history.frozen import Frozen, advance
 from stretto.records import FloatArray, IntArray
-from stretto.sampling import KeyArray, kernel, noise_of
+from stretto.sampling import KeyArray, exponential_of, kernel
 
 HISTORY, SIBLINGS, PROMPT = 0, 1, 2  # index into `stretto.draft.SOURCES`
 SHORTEST_PROMPT_MATCH = 2  # tokens; a single one says too little
 UNKNOWN = -2  # where a node is in the live automata: not needed so far
-WIDTH = 3 * BRANCHES  # children of a node at most
+WIDTH = CONTENDERS + 2 * BRANCHES  # children of a node at most
 
 
 class Matches(NamedTuple):
@@ -163,21 +170,26 @@ def _pop(frontier: _Frontier) -> int:
 
 
 @kernel(inline=True)
+def _given_noise(probability: float, token: int, place: _Place) -> float:
+    """The probability that a token of this probability is the sample, whatever noise the others have."""
+    if place.noise_aware and 0.0 < probability < 1.0:
+        exponential = exponential_of(place.key, place.position, token)
+        return math.exp(-((1.0 - probability) / probability) * exponential)
+    return probability
+
+
+@kernel(inline=True)
 def _offer(
     children: _Children,
     count: int,
     token: int,
-    probability: float,
+    raw: float,
     source: int,
     row: int,
     place: _Place,
     table: FloatArray,
 ) -> int:
     """Add a child, or raise the estimate of one that another source named; returns how many there are."""
-    raw = probability
-    if place.noise_aware and 0.0 < probability < 1.0:
-        noise = noise_of(place.key, place.position, token)
-        raw = math.exp(-((1.0 - probability) / probability) * math.exp(-noise))
     value = calibrated(table, raw, row, place.bucket)
     at = 0
     while at < count and children.token_ids[at] != token:
@@ -200,14 +212,26 @@ def _history_children(
     place: _Place,
     table: FloatArray,
     found: Successors,
+    contenders: Contenders,
     children: _Children,
 ) -> tuple[int, float]:
     """Children of a node where history is `at`: how many, and what they leave to other tokens; -1.0: no match."""
-    if bases[0] < 0 or at[0] == 0:
+    if bases[0] < 0:
+        return 0, -1.0
+    if place.noise_aware and len(frozen.row):
+        likely, left = frozen_contenders(frozen, bases, at[0], at[1], place.key, place.position, contenders)
+        count = 0
+        for i in range(likely):
+            if contenders.estimates[i] > NEGLIGIBLE:
+                token, chance = contenders.tokens[i], contenders.estimates[i]
+                count = _offer(children, count, token, chance, HISTORY, HISTORY, place, table)
+        return count, left if count else -1.0
+    if at[0] == 0:
         return 0, -1.0
     count, left = frozen_successors(frozen, bases, at[0], rules.probabilities, found)
     for i in range(count):
-        _offer(children, i, found.tokens[i], found.estimates[i], HISTORY, HISTORY, place, table)
+        raw = _given_noise(found.estimates[i], found.tokens[i], place)
+        _offer(children, i, found.tokens[i], raw, HISTORY, HISTORY, place, table)
     return count, left if count else -1.0
 
 
@@ -230,8 +254,9 @@ def _live_children(
         if group < 0 or pool.link[state] < 0 or (source == PROMPT and at[4] < SHORTEST_PROMPT_MATCH):
             continue
         for i in range(live_successors(pool, state, found)):
-            token, p = found.tokens[i], found.estimates[i]
-            count = _offer(children, count, token, p, source, source + beside, place, table)
+            token = found.tokens[i]
+            raw = _given_noise(found.estimates[i], token, place)
+            count = _offer(children, count, token, raw, source, source + beside, place, table)
     return count
 
 
@@ -303,7 +328,7 @@ def grow(
     best tree of its size.
     """
     most, frontier, children = rules.max_nodes, _frontier(rules.max_nodes), _no_children()
-    found = room_for_successors()
+    found, contenders = room_for_successors(), room_for_contenders()
     at = np.zeros((most + 1, 5), np.int64)  # of each node; the last, number -1 too, is the tree's root
     path, counts = np.empty(most, np.int64), np.zeros(keys.size, np.int64)
     begin = 0
@@ -318,10 +343,12 @@ def grow(
             if depth < room[r]:
                 place = _Place(keys[r], positions[r] + depth, depth_bucket(depth + 1), rules.noise_aware)
                 here = at[node]
-                count, left = _history_children(frozen, bases, here, rules, place, table, found, children)
+                count, left = _history_children(
+                    frozen, bases, here, rules, place, table, found, contenders, children
+                )
                 if left < 0.0 or left * reach >= floor:  # what history leaves to others is worth asking for
                     _locate(pool, groups, grown, begin, node, at, path)
-                    beside = BESIDE_HISTORY if count else 0
+                    beside = BESIDE_HISTORY if count and here[0] else 0
                     count = _live_children(pool, groups, here, beside, place, table, found, children, count)
                 _consider(frontier, children, count, node, reach, floor)
             if frontier.sizes[0] == 0 or node == most - 1:

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stretto import model as policy
 from stretto import sampling, sampling_torch
-from stretto.draft import MAX_NODES, Drafts, no_drafts
-from stretto.engine import Drafter, attention, packing, verify
-from stretto.engine.slots import PromptRows, Slots, refuse_unfit, response_limit
+from stretto.draft import MAX_NODES, Drafts, join
+from stretto.engine import Drafter, attention, linear, packing, verify
+from stretto.engine.reuse import PrefixReuse, Ruling
+from stretto.engine.slots import PromptRows, Slots, plan, refuse_unfit, response_limit
 from stretto.engine.stop_strings import StopStrings
 from stretto.errors import StrettoError
 from stretto.records import (
@@ -47,6 +48,7 @@ class EmbeddedEngine:
 
     `tokenizer` is needed for stop strings only. `clock` returns seconds and is read for `metrics` alone: no
     token depends on it. `drafter` proposes tokens for verification, which change the speed and nothing else.
+    `alternatives`: how many of the most probable tokens are reported at every place.
     Raises `StrettoError` if `max_model_len` is beyond the model's own context.
     """
 
@@ -61,6 +63,7 @@ class EmbeddedEngine:
         max_num_batched_tokens: int,
         clock: Callable[[], float] | None = None,
         drafter: Drafter | None = None,
+        alternatives: int = 0,
     ) -> None:
         config = model.config
         context = config.max_position_embeddings
@@ -72,7 +75,7 @@ class EmbeddedEngine:
         self._model, self._tokenizer = model, tokenizer
         self._max_model_len, self._max_num_batched_tokens = max_model_len, max_num_batched_tokens
         self._clock = clock or (lambda: 0.0)
-        self._drafter = drafter
+        self._drafter, self._alternatives = drafter, alternatives
         heads = config.num_attention_heads
         self._key_values = attention.key_values(
             layers=config.num_hidden_layers,
@@ -86,6 +89,7 @@ class EmbeddedEngine:
         embeddings: Any = model.get_input_embeddings()
         self._vocabulary = int(embeddings.weight.shape[0])
         self._columns = Slots(max_num_seqs, max_model_len, self._vocabulary)
+        self._reuse = PrefixReuse()
         self._prompts = PromptRows(first=max_num_seqs, count=max_num_seqs)
         # by (id, attempt), first come first
         self._waiting: OrderedDict[tuple[int, int], Request] = OrderedDict()
@@ -100,9 +104,9 @@ class EmbeddedEngine:
         if model.device.type == "cpu":
             sampling.compile_kernels()
             attention.compile_kernels(model.dtype)
-        if drafter is not None:
-            packing.compile_kernels()
-            verify.compile_kernels()
+            linear.compile_kernels()
+        packing.compile_kernels()
+        verify.compile_kernels()
 
     @property
     def num_running(self) -> int:
@@ -150,9 +154,9 @@ class EmbeddedEngine:
             columns = self._columns
             self.stop(columns.id[self._running].tolist(), columns.attempt[self._running].tolist())
         elif running == "recompute":
+            again = self._columns.computed[self._running] - self._columns.prompt_length[self._running]
+            self._counters["reverified_tokens"] += int(np.maximum(again, 0).sum())
             self._columns.computed[self._running] = 0
-            again = self._columns.length[self._running] - self._columns.prompt_length[self._running]
-            self._counters["reverified_tokens"] += int(again.sum())
             self._prompts.computed[:] = 0
         self._prompts.drop()
         self._events.append(Loaded(self.worker, ref.version))
@@ -161,11 +165,11 @@ class EmbeddedEngine:
         began = self._clock()
         self._admit()
         answers, self._events = self._events, []
-        slots, counts = self._plan()
+        columns = self._columns
+        slots, counts = plan(columns, self._prompts, self._running, self._max_num_batched_tokens)
         if not slots.size:
             return answers
         busy = self._running.size
-        columns = self._columns
         drafts = self._draft(slots, counts)
         hidden = self._forward(slots, counts, drafts)
         columns.computed[slots] += counts
@@ -188,21 +192,14 @@ class EmbeddedEngine:
 
     def metrics(self) -> dict[str, float]:
         """Since the last call: `steps`, `decode_tokens` (sampled), `prefill_tokens` (computed besides), `decode_steps`
-        (of one request each), `drafted_tokens` and how many of them were `accepted_tokens`, seconds.
+        (of one request each), `drafted_tokens` and how many of them were `accepted_tokens`, `reuse_*` as in
+        `PrefixReuse.learn`, seconds.
         """
         counted = self._counters
-        names = (
-            "steps",
-            "prefill_tokens",
-            "decode_tokens",
-            "decode_steps",
-            "drafted_tokens",
-            "accepted_tokens",
-            "reverified_tokens",
-            "busy_slot_seconds",
-            "step_seconds",
-        )
-        self._counters = dict.fromkeys((*names, "model_seconds", "sampling_seconds"), 0.0)
+        tokens = [f"{kind}_tokens" for kind in ("prefill", "decode", "drafted", "accepted", "reverified")]
+        reuse = ("reuse_kept_tokens", "reuse_tried", "reuse_whole")
+        seconds = [f"{part}_seconds" for part in ("busy_slot", "step", "model", "sampling")]
+        self._counters = dict.fromkeys(("steps", "decode_steps", *tokens, *reuse, *seconds), 0.0)
         return counted
 
     def _admit(self) -> None:
@@ -220,6 +217,7 @@ class EmbeddedEngine:
                 turn = request.token_ids[request.turn_start :].tolist()
                 self._stop_strings[slot] = StopStrings(self._tokenizer, how.stop, turn)
             admitted.append(slot)
+            self._reuse.begin(slot, request)
             if self._drafter is not None:
                 self._drafter.begin(slot, request)
         if admitted:
@@ -230,53 +228,29 @@ class EmbeddedEngine:
         columns = self._columns
         del self._slot_of[int(columns.id[slot]), int(columns.attempt[slot])]
         self._stop_strings.pop(slot, None)
+        self._reuse.end(slot)
         if self._drafter is not None:
             self._drafter.end(slot, length)
         self._prompts.release(int(columns.shared_row[slot]))
         self._running = self._running[self._running != slot]
         self._free.append(slot)
 
-    def _plan(self) -> tuple[IntArray, IntArray]:
-        """The slots that this step computes tokens of, and how many of each (both (R,), counts > 0).
-
-        One of the requests that share a prompt computes it; the others wait for it. Those that need a single token
-        go first, then prompts in order of admission, the last one as far as the budget reaches.
-        """
-        slots, columns = self._running, self._columns
-        shared = columns.shared[slots]
-        pending = columns.length[slots] - columns.computed[slots]
-        behind = np.flatnonzero(columns.computed[slots] < shared)
-        if behind.size:
-            late = slots[behind]
-            rows = columns.shared_row[late]
-            columns.computed[late] = np.maximum(columns.computed[late], self._prompts.computed[rows])
-            pending[behind] = columns.length[late] - columns.computed[late]
-            unfinished = columns.computed[late] < columns.shared[late]
-            waits = np.ones(behind.size, np.bool_)
-            waits[np.unique(rows, return_index=True)[1]] = False
-            pending[behind[unfinished & waits]] = 0
-        if pending.sum() == slots.size <= self._max_num_batched_tokens and not behind.size:
-            return slots, pending
-        order = np.argsort(pending > 1, kind="stable")
-        slots, pending = slots[order], pending[order]
-        before = np.cumsum(pending) - pending
-        counts = np.clip(self._max_num_batched_tokens - before, 0, pending)
-        return slots[counts > 0], counts[counts > 0]
-
     def _draft(self, slots: IntArray, counts: IntArray) -> Drafts:
         """Trees behind those of `slots` that will have computed all their tokens; for the others, none."""
         columns = self._columns
         ready = columns.computed[slots] + counts == columns.length[slots]
-        packed = int(counts.sum())
-        if self._drafter is None or not ready.any():
-            return no_drafts(slots.size)
-        batch = slots[ready]
+        batch, packed = slots[ready], int(counts.sum())
         # The response's last token needs no successor.
         room = columns.limit[batch] - columns.length[batch] - 1
-        most = self._max_num_batched_tokens - packed
         generated = columns.length[batch] - columns.prompt_length[batch]
-        drafts = self._drafter.propose(batch, generated, room, packed, most)
-        verify.refuse_unfit(drafts, room, most)
+        most = self._max_num_batched_tokens - packed
+        drafts = self._reuse.paths(batch, generated, room, most)
+        if self._drafter is not None and batch.size:
+            tried = drafts.token_ids.size
+            room[self._reuse.held(batch)] = 0
+            trees = self._drafter.propose(batch, generated, room, packed + tried, most - tried)
+            verify.refuse_unfit(trees, room, most - tried)
+            drafts = join(trees, drafts)[0] if tried else trees
         all_counts = np.zeros(slots.size, np.int64)
         all_counts[ready] = drafts.counts
         drafts.counts = all_counts
@@ -302,8 +276,12 @@ class EmbeddedEngine:
 
     @contextmanager
     def _threads(self, tokens: int) -> Iterator[None]:
-        """One thread for torch where more would only spin, and be in the way of the attention's."""
+        """For the model: one thread where more would only be in the attention's way; own kernels for few tokens."""
         threads = torch.get_num_threads()
+        if self._parameters > SMALL_MODEL and self._model.device.type == "cpu" and tokens <= linear.MOST:
+            with linear.FewTokens(threads):
+                yield
+            return
         if threads == 1 or self._parameters > SMALL_MODEL or self._parameters * tokens > SMALL_STEP:
             yield
             return
@@ -325,15 +303,20 @@ class EmbeddedEngine:
         began = self._clock()
         position = columns.length[slots] - columns.prompt_length[slots]
         stopped = np.zeros(slots.size, np.bool_)
+        ruling = self._reuse.rule(columns, slots, drafts.counts, logits)
 
         def draw(rows: IntArray, which: IntArray, depth: IntArray) -> Sampled:
             chosen, plain = slots[which], rows.size == len(logits)
-            return sampling_torch.sample(
+            drawn = sampling_torch.sample(
                 logits if plain else logits[torch.from_numpy(rows)],
                 columns.key[chosen],
                 position[which] + depth,
                 columns.sampling[chosen],
+                self._alternatives,
             )
+            if ruling is not None:
+                ruling.apply(drawn, rows)
+            return drawn
 
         def end(which: IntArray, token_ids: IntArray) -> BoolArray:
             chosen = slots[which]
@@ -344,26 +327,16 @@ class EmbeddedEngine:
         walk = verify.Walk(drafts, np.arange(slots.size) + np.cumsum(drafts.counts) - drafts.counts)
         walk.go(draw, end)
         self._counters["sampling_seconds"] += self._clock() - began
-        token_ids, logprobs, raw_logprobs = walk.columns()
-        self._keep(slots, walk, token_ids)
-        events: list[Event] = [
-            Progress(
-                worker=self.worker,
-                ids=columns.id[slots],
-                attempts=columns.attempt[slots],
-                counts=walk.emitted,
-                version=self.version,
-                token_ids=token_ids,
-                logprobs=logprobs,
-                raw_logprobs=raw_logprobs,
-                drafted=drafts.counts,
-                accepted=walk.accepted,
-            )
-        ]
+        events: list[Event] = [self._emit(slots, walk, ruling)]
         for place in np.flatnonzero(walk.ended).tolist():
             slot = int(slots[place])
+            name = (int(columns.id[slot]), int(columns.attempt[slot]))
+            if columns.chunked[slot] and not stopped[place]:
+                events.append(Stopped(self.worker, *name))
+                self._release(slot)
+                continue
             reason = FinishReason.STOP if stopped[place] else FinishReason.LENGTH
-            events.append(Finished(self.worker, int(columns.id[slot]), int(columns.attempt[slot]), reason))
+            events.append(Finished(self.worker, *name, reason))
             self._release(slot, int(columns.length[slot] - columns.prompt_length[slot]))
         return events
 
@@ -377,21 +350,41 @@ class EmbeddedEngine:
                     stopped[place] = self._stop_strings[slot].found_after(int(token_ids[place]))
         return np.asarray(stopped)
 
-    def _keep(self, slots: IntArray, walk: verify.Walk, token_ids: IntArray) -> None:
+    def _emit(self, slots: IntArray, walk: verify.Walk, ruling: Ruling | None) -> Progress:
         """Keep the accepted nodes' keys and values, in line; the drafter learns what was emitted."""
-        columns = self._columns
+        columns, counters = self._columns, self._counters
+        token_ids, logprobs, raw_logprobs = walk.columns()
         which, source, target = walk.moves()
         if which.size:
             row = slots[which]
             behind = columns.length[row] - walk.emitted[which] - columns.shared[row]
             self._key_values.move(row, behind + source, behind + target)
         columns.computed[slots] += walk.accepted
-        self._counters["drafted_tokens"] += walk.drafts.token_ids.size
-        self._counters["accepted_tokens"] += int(walk.accepted.sum())
-        self._counters["decode_tokens"] += token_ids.size
-        self._counters["decode_steps"] += slots.size
+        drafts, verified, accepted = walk.drafts, walk.verified(), walk.accepted
+        if ruling is not None:
+            accepted = np.where(ruling.tried > 0, 0, accepted)
+            drafts, verified = ruling.others(drafts, verified)
+            for name, count in self._reuse.learn(slots, ruling, walk.emitted, walk.ended).items():
+                counters[name] += count
         if self._drafter is not None:
-            self._drafter.observe(slots, walk.drafts, walk.verified(), token_ids)
+            self._drafter.observe(slots, drafts, verified, token_ids)
+        counters["drafted_tokens"] += drafts.token_ids.size
+        counters["accepted_tokens"] += int(accepted.sum())
+        counters["decode_tokens"] += token_ids.size
+        counters["decode_steps"] += slots.size
+        return Progress(
+            worker=self.worker,
+            ids=columns.id[slots],
+            attempts=columns.attempt[slots],
+            counts=walk.emitted,
+            version=self.version,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            raw_logprobs=raw_logprobs,
+            drafted=drafts.counts,
+            accepted=accepted,
+            top=walk.top() if self._alternatives else None,
+        )
 
     def _count(self, prefilled: int, busy: int, seconds: float) -> None:
         self._counters["steps"] += 1

@@ -1,37 +1,39 @@
-"""An engine without a model: lengths and step times are given, time leaps from one event to the next."""
+"""An engine without a model: lengths and step times are given, time leaps from one event to the next.
+
+Commands take effect between two steps, as in an engine with a model: the step in hand is completed first.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from stretto.records import Event, Finished, FinishReason, Loaded, Progress, Request, Running, Stopped
+from stretto.engine.decoding import COUNTERS, Decoding
+from stretto.engine.decoding import StepCost as StepCost
+from stretto.engine.responses import Response, Span
+from stretto.records import Event, Loaded, Progress, Request, Running, Stopped, WorkerDown, WorkerUp
 from stretto.runtime import SimulatedRuntime
 from stretto.weights import WeightsRef
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Seconds of one decoding step: `base + per_sequence * r` with r sequences running."""
-
-    base: float = 0.01
-    per_sequence: float = 0.001
-
-
-@dataclass(slots=True)
-class _Running:
-    request: Request
-    remaining: int
-
-
-class SimulatedEngine:
+class SimulatedEngine(Decoding):
     """Q slots with continuous batching; `length(request)` is how long the whole response will be.
 
-    Between two changes of what is running every step takes equally long, so the engine plans the next
-    finish, and when something comes in between it first accounts for the steps completed until then.
+    Args:
+        cost: the step-time model.
+        load_seconds: how long taking new weights keeps the engine from stepping.
+        kv_tokens: K/V entries that fit; where they do not, the newest response is preempted and recomputed later. A
+            group's prompt is held once. None: all fit.
+        speed: tokens that a response emits per step, drafts included; None: 1.
+        nodes: draft tokens that a response has verified per step; None: 0.
+        agreement: chance that a token of a dropped response is sampled again when it restarts with its old tokens as
+            draft: the prefix kept is geometric, a function of key and version. 0: they are no draft, and not verified.
+        spans: where to note who was in which slot, if wanted.
+
+    Tokens are reported when something happens to their response or to the weights, or by `report`, while an engine with
+    a model tells them every step. A response taken away before its first step has ended has made that step's token.
     """
 
     def __init__(
@@ -43,19 +45,19 @@ class SimulatedEngine:
         slots: int = 64,
         cost: StepCost | None = None,
         load_seconds: float = 0.0,
+        kv_tokens: int | None = None,
+        speed: Callable[[Request], float] | None = None,
+        nodes: Callable[[Request], float] | None = None,
+        agreement: float = 0.0,
+        spans: list[Span] | None = None,
     ) -> None:
+        super().__init__(length, worker, slots, cost or StepCost(), kv_tokens, speed, nodes, agreement, spans)
         self.runtime = runtime
-        self.length = length
-        self.worker = worker
-        self.slots = slots
-        self.version = 0
-        self.cost = cost or StepCost()
         self.load_seconds = load_seconds
-        self._queue: deque[Request] = deque()
-        self._running: dict[int, _Running] = {}
-        self._since = 0.0  # when the steps not yet accounted for began
+        self.alive = True
+        self._counted = 0.0  # up to when `metrics` has counted the seconds in which slots were there
         self._plan = 0  # number of the newest plan; ticks of older ones do nothing
-        self._counters = dict.fromkeys(("steps", "decode_tokens", "busy_slot_seconds"), 0.0)
+        self._changed = False  # since then
 
     @property
     def num_running(self) -> int:
@@ -65,103 +67,167 @@ class SimulatedEngine:
     def has_work(self) -> bool:
         return False  # driven by the runtime's heap, never stepped while the inbox is empty
 
+    # ---- commands -----------------------------------------------------------------------------------
+
     def submit(self, requests: Sequence[Request]) -> None:
-        self._post(self._advance())
-        self._queue.extend(requests)
-        self._plan_next()
+        if not self.alive:
+            return  # the ledger takes them back when it hears
+        self._settle()
+        for request in requests:
+            tokens = len(request.token_ids)
+            self._queue[request.id, request.attempt] = Response(request, tokens, tokens)
+        self._go_on()
 
     def stop(self, ids: Sequence[int], attempts: Sequence[int]) -> None:
-        events = self._advance()
-        told = dict(zip(ids, attempts, strict=True))
-        for request in [r.request for r in self._running.values()] + list(self._queue):
-            if told.get(request.id) == request.attempt:
-                self._drop(request)
-                events.append(Stopped(self.worker, request.id, request.attempt))
-        self._post(events)
-        self._plan_next()
+        if not self.alive:
+            return
+        self._settle()
+        for request_id, attempt in zip(ids, attempts, strict=True):
+            name = int(request_id), int(attempt)
+            response = self._running.get(name)
+            if response is not None:
+                self._report(response)
+                self._leave(response, "stopped")
+            elif self._queue.pop(name, None) is None:
+                continue
+            self._events.append(Stopped(self.worker, request_id, attempt))
+        self._go_on()
 
     def load(self, ref: WeightsRef, running: Running) -> None:
-        events = self._advance()
+        if not self.alive:
+            return
+        self._settle()
+        for response in list(self._running.values()):
+            self._report(response)  # under the version that sampled them
+            if running == "stop":
+                self._leave(response, "stopped")
+                self._events.append(Stopped(self.worker, response.request.id, response.request.attempt))
+        self._flush()
+        if running == "recompute":
+            self._prefill(self._context, "recomputed_tokens")
         self.version = ref.version
-        if running == "stop":
-            for request in [r.request for r in self._running.values()]:
-                self._drop(request)
-                events.append(Stopped(self.worker, request.id, request.attempt))
-        for event in [*events, Loaded(self.worker, ref.version)]:
-            self.runtime.post(event, self.load_seconds)
-        self._since += self.load_seconds
-        self._plan_next()
+        self._counters["sync_seconds"] += self.load_seconds
+        self._boundary += self.load_seconds
+        self._events.append(Loaded(self.worker, ref.version))
+        self._go_on()
+
+    def pause(self, seconds: float) -> None:
+        """The device does something else (a colocated trainer): no step, and no slot is available."""
+        if not self.alive:
+            return
+        self._settle()
+        self._counters["available_slot_seconds"] -= self.slots * seconds
+        self._counters["up_seconds"] -= seconds
+        self._boundary += seconds
+        self._go_on()
+
+    def report(self) -> None:
+        """Tell how many tokens every running response has."""
+        if self._running:
+            self._settle()
+            for response in self._running.values():
+                self._report(response)
+            self._go_on()
+
+    def start(self) -> None:
+        """Come up; also again after `fail`, with the weights it had."""
+        self.alive = True
+        self._boundary = max(self.runtime.now(), self._boundary)  # not before it is known that it went down
+        self._counted = self._boundary
+        self.runtime.deliver(self._boundary, [WorkerUp(self.worker, self.slots, self.version)])
+
+    def fail(self) -> None:
+        """Go down with the step in hand; all tokens until then have been received."""
+        if not self.alive:
+            return
+        self._settle()
+        for response in list(self._running.values()):
+            self._report(response)
+            self._leave(response, "down")
+        self._events.append(WorkerDown(self.worker))
+        self._flush()
+        self._count()
+        self.alive = False
+        self._plan += 1
+        self._clear()
 
     def step(self) -> list[Event]:
         return []
 
     def metrics(self) -> dict[str, float]:
-        counters, self._counters = self._counters, dict.fromkeys(self._counters, 0.0)
+        if self.alive:
+            self._settle()
+            self._go_on()
+            self._count()
+        now = self.runtime.now()
+        early = max(0.0, self._step_end - now)  # of the step in hand, what is still to come
+        counters, self._counters = self._counters, dict.fromkeys(COUNTERS, 0.0)
+        for name, seconds in (("step_seconds", early), ("busy_slot_seconds", early * self._stepping)):
+            counters[name] -= seconds
+            self._counters[name] = seconds
         return counters
 
-    def _drop(self, request: Request) -> None:
-        if self._running.pop(request.id, None) is None:
-            self._queue.remove(request)
+    def _count(self) -> None:
+        passed = self.runtime.now() - self._counted
+        self._counted += passed
+        self._counters["up_seconds"] += passed
+        self._counters["available_slot_seconds"] += passed * self.slots
 
-    def _post(self, events: list[Event]) -> None:
-        for event in events:
-            self.runtime.post(event)
+    # ---- time ---------------------------------------------------------------------------------------
 
-    def _step_seconds(self) -> float:
-        return self.cost.base + self.cost.per_sequence * len(self._running)
-
-    def _advance(self) -> list[Event]:
-        """Account for the steps completed since `_since`: their tokens, and who finished."""
+    def _settle(self) -> None:
+        """Complete the step in hand, and account for those before."""
         now = self.runtime.now()
         if not self._running:
-            self._since = max(self._since, now)
-            return []
-        seconds = self._step_seconds()
-        # A tick arrives at `_since + n * seconds` up to rounding: the last step is then complete.
-        shortest = min(r.remaining for r in self._running.values())
-        steps = min(int((now - self._since) / seconds + 1e-6), shortest)
-        if steps <= 0:
-            return []
-        self._since += steps * seconds
-        running = list(self._running.values())
-        for entry in running:
-            entry.remaining -= steps
-        self._counters["steps"] += steps
-        self._counters["decode_tokens"] += steps * len(running)
-        self._counters["busy_slot_seconds"] += steps * seconds * len(running)
-        events: list[Event] = [
-            Progress(
-                self.worker,
-                np.array([r.request.id for r in running]),
-                np.array([r.request.attempt for r in running]),
-                np.full(len(running), steps),
-                self.version,
-            )
-        ]
-        for entry in running:
-            if entry.remaining == 0:
-                del self._running[entry.request.id]
-                request = entry.request
-                stopped = self.length(request) <= request.sampling.max_new_tokens
-                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-                events.append(Finished(self.worker, request.id, request.attempt, reason))
-        return events
+            self._boundary = max(self._boundary, now)
+        elif now > self._boundary:
+            self._advance(self._steps_until(now))
+            self._boundary = max(
+                self._boundary, now
+            )  # but for rounding: the next command at this moment makes no step
+            self._release_due()
+
+    def _go_on(self) -> None:
+        """After something has changed: plan anew before time goes on."""
+        if not self._changed:
+            self._changed = True
+            self.runtime.soon(self._plan_next)
 
     def _plan_next(self) -> None:
-        while self._queue and len(self._running) < self.slots:
-            request = self._queue.popleft()
-            whole = min(self.length(request), request.sampling.max_new_tokens)
-            self._running[request.id] = _Running(request, max(1, whole - len(request.token_ids)))
-        self._plan += 1
-        if not self._running:
-            return
-        plan, steps = self._plan, min(r.remaining for r in self._running.values())
+        """Fill the slots, and plan until the next end of a response."""
+        self._changed = False
+        if self.kv_tokens is not None and self._context + self._rate > self.kv_tokens:
+            self._preempt()
+        if self._queue and self._free:
+            self._admit()
+        self._plan = plan = self._plan + 1
+        if self._running:
+            self.runtime.call_at(self._aim(), partial(self._tick, plan))
+        self._flush()
 
-        def tick() -> list[Event]:
-            if plan != self._plan:
-                return []
-            events = self._advance()
-            self._plan_next()
-            return events
+    def _tick(self, plan: int) -> list[Event]:
+        """The planned end has come."""
+        if plan != self._plan:
+            return []
+        self._advance(self._target - self._step)
+        self._boundary = self._step_end = self.runtime.now()  # but for rounding
+        self._release_due()
+        self._go_on()
+        return self._gathered()
 
-        self.runtime.call_at(self._since + steps * self._step_seconds(), tick)
+    # ---- events -------------------------------------------------------------------------------------
+
+    def _gathered(self) -> list[Event]:
+        """Everything that is to be said, tokens first."""
+        events = self._events
+        self._events = []
+        if self._reports:
+            ids, attempts, counts = np.array(self._reports, np.int64).T
+            events.insert(0, Progress(self.worker, ids, attempts, counts, self.version))
+            self._reports = []
+        return events
+
+    def _flush(self) -> None:
+        """Send it, to arrive when the step in hand ends."""
+        if self._reports or self._events:
+            self.runtime.deliver(self._boundary, self._gathered())

@@ -25,7 +25,8 @@ class Slots:
         self.prompt_length = column()
         self.length = column()  # tokens known: prompt and response
         self.computed = column()  # tokens whose keys and values are kept
-        self.limit = column()  # the response ends when length reaches it
+        self.limit = column()  # the request ends when length reaches it:
+        self.chunked = np.zeros(count, np.bool_)  # only for now, with more of its response to come
         self.shared = column()  # positions kept in the prompt's row: all of the prompt but its last token
         self.shared_row = column()
         self.stop_set = column()  # which row of `stops`
@@ -41,7 +42,9 @@ class Slots:
         self.tokens[slot, prompt.size : length] = response
         self.id[slot], self.attempt[slot], self.key[slot] = request.id, request.attempt, request.key
         self.prompt_length[slot], self.length[slot], self.computed[slot] = prompt.size, length, 0
-        self.limit[slot] = response_limit(request, self.max_model_len)
+        whole = response_limit(request, self.max_model_len)
+        self.limit[slot] = whole if request.max_new is None else min(whole, length + request.max_new)
+        self.chunked[slot] = self.limit[slot] < whole
         self.shared[slot], self.shared_row[slot] = prompt.size - 1, shared_row
         self.stop_set[slot] = self._stop_set(how.stop_token_ids)
         self.sampling.temperature[slot], self.sampling.top_k[slot] = how.temperature, how.top_k
@@ -62,6 +65,34 @@ class Slots:
         return self._stop_sets[token_ids]
 
 
+def plan(columns: Slots, prompts: PromptRows, slots: IntArray, most: int) -> tuple[IntArray, IntArray]:
+    """Those of the running `slots` that a step of `most` tokens computes tokens of, and how many of each (both (R,),
+    counts > 0).
+
+    One of the requests that share a prompt computes it; the others wait for it. Those that need a single token
+    go first, then prompts in order of admission, the last one as far as `most` reaches.
+    """
+    shared = columns.shared[slots]
+    pending = columns.length[slots] - columns.computed[slots]
+    behind = np.flatnonzero(columns.computed[slots] < shared)
+    if behind.size:
+        late = slots[behind]
+        rows = columns.shared_row[late]
+        columns.computed[late] = np.maximum(columns.computed[late], prompts.computed[rows])
+        pending[behind] = columns.length[late] - columns.computed[late]
+        unfinished = columns.computed[late] < columns.shared[late]
+        waits = np.ones(behind.size, np.bool_)
+        waits[np.unique(rows, return_index=True)[1]] = False
+        pending[behind[unfinished & waits]] = 0
+    if pending.sum() == slots.size <= most and not behind.size:
+        return slots, pending
+    order = np.argsort(pending > 1, kind="stable")
+    slots, pending = slots[order], pending[order]
+    before = np.cumsum(pending) - pending
+    counts = np.clip(most - before, 0, pending)
+    return slots[counts > 0], counts[counts > 0]
+
+
 def refuse_unfit(request: Request, max_model_len: int, vocabulary: int, tokenizer: bool) -> None:
     """Raise `StrettoError` if this request could not be run as it is meant."""
     prompt, response, how = request.prompt_ids, request.token_ids, request.sampling
@@ -78,7 +109,13 @@ def refuse_unfit(request: Request, max_model_len: int, vocabulary: int, tokenize
             f"{what} has {prompt.size} + {response.size} tokens, more than engine.max_model_len = "
             f"{max_model_len}"
         )
-    for name, ids in (("prompt", prompt), ("response", response), ("stop tokens", how.stop_token_ids)):
+    for name, ids in (
+        ("prompt", prompt),
+        ("response", response),
+        ("dropped tokens", request.draft_ids),
+        ("earlier response", request.reuse.token_ids if request.reuse is not None else response[:0]),
+        ("stop tokens", how.stop_token_ids),
+    ):
         array = np.asarray(ids, np.int64)
         if array.size and not 0 <= array.min() <= array.max() < vocabulary:
             raise StrettoError(f"{what}: token ids of its {name} are outside 0 .. {vocabulary - 1}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from stretto.alternatives import Alternatives
 from stretto.draft import MAX_NODES, Drafts, Verified
 from stretto.records import BoolArray, FloatArray, IntArray
 from stretto.sampling import Sampled, kernel
@@ -96,6 +97,14 @@ class Walk:
             np.concatenate([drawn.token_ids for _, drawn in self._parts])[order],
             np.concatenate([drawn.logprobs for _, drawn in self._parts])[order],
             np.concatenate([drawn.raw_logprobs for _, drawn in self._parts])[order],
+        )
+
+    def top(self) -> Alternatives:
+        """The alternatives to these tokens."""
+        order = np.argsort(np.concatenate([which for which, _ in self._parts]), kind="stable")
+        return Alternatives(
+            np.concatenate([drawn.top.token_ids for _, drawn in self._parts])[order],
+            np.concatenate([drawn.top.logprobs for _, drawn in self._parts])[order],
         )
 
     def verified(self) -> Verified:

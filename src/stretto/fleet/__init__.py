@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from stretto.records import Request, Running
+from stretto.records import Request, Rollout, Running
+from stretto.tally import Tally
 from stretto.weights import WeightsRef
 
 
@@ -29,3 +30,22 @@ class Fleet(Protocol):
 
     def close(self) -> None:
         """Let the workers go."""
+
+
+class Drafting(Protocol):
+    """A run's side of drafting, be it of one engine or of a fleet's."""
+
+    def remember(self, rollouts: Sequence[Rollout]) -> None:
+        """Finished responses become history."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned from verification; plain JSON."""
+
+    def load_state_dict(self, state: Mapping[str, Any], *, budget: bool = True) -> None:
+        """Go on from there; `budget`: it is of a budget of the same kind, and that is loaded too."""
+
+    def counts(self) -> Tally:
+        """Under `spec/`, since the last call."""
+
+    def metrics(self) -> dict[str, float]:
+        """`counts`, as they are shown."""

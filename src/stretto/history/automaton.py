@@ -206,17 +206,25 @@ def append(pool: Pool, group: int, last: int, token: int) -> int:
 
 
 @kernel()
+def say(pool: Pool, group: int, last: int, tokens: IntArray) -> int:
+    """Append `tokens` (N,) to the text whose state is `last`, and count what occurs in it; the state of the longer
+    text. For `pool` there must be room: `LivePool.reserve`.
+    """
+    state = last
+    for token in tokens:
+        state = int(append(pool, group, state, token))
+        suffix = state
+        while suffix >= 0:
+            pool.counts[suffix] += 1
+            suffix = int(pool.link[suffix])
+    return state
+
+
+@kernel()
 def _extend(pool: Pool, groups: IntArray, last: IntArray, counts: IntArray, tokens: IntArray) -> None:
     at = 0
     for request in range(len(groups)):
-        state = int(last[request])
-        for token in tokens[at : at + counts[request]]:
-            state = int(append(pool, groups[request], state, token))
-            suffix = state
-            while suffix >= 0:
-                pool.counts[suffix] += 1
-                suffix = int(pool.link[suffix])
-        last[request] = state
+        last[request] = say(pool, groups[request], last[request], tokens[at : at + counts[request]])
         at += counts[request]
 
 
@@ -270,65 +278,72 @@ def allocate(states: int, edges: int, groups: int, hashed: bool = False) -> Pool
 class LivePool:
     """The live automata of all groups in flight, in one set of arrays that grows by doubling.
 
-    Not thread-safe. `arrays` is replaced when it grows, in `open` and `extend`: read it anew after either.
+    Not thread-safe. `arrays` is replaced when it grows, in `open`, `extend` and `reserve`: read it anew after each.
     """
 
     def __init__(self) -> None:
         self.arrays = allocate(1024, 2048, 16)
-        self._tokens: dict[int, int] = {}  # of each open group
+        self._groups = 0  # open
+        self._tokens = 0  # room for so many is taken up
 
     def open(self) -> int:
         """A new group's handle, at least 0. Its texts begin at `root(handle)`."""
-        pool = self._ensure(groups=len(self._tokens) + 1, tokens=sum(self._tokens.values()))
+        self._groups += 1
+        pool = self.reserve(0)
         group = int(np.flatnonzero(pool.roots < 0)[0])
         pool.roots[group] = new_state(pool, -1, 0, 0.0)
-        self._tokens[group] = 0
         return group
 
     def root(self, group: int) -> int:
         """The state of the empty text of `group`; KeyError if the group is not open."""
-        self._tokens[group]
-        return int(self.arrays.roots[group])
+        root = int(self.arrays.roots[group])
+        if root < 0:
+            raise KeyError(group)
+        return root
 
     def extend(self, groups: IntArray, last: IntArray, counts: IntArray, tokens: IntArray) -> None:
         """Append `counts[r]` tokens to the text of each request r.
 
         `groups`, `last`, `counts` are (R,), `tokens` (counts.sum(),) request after request, all int64. `last` holds
-        the states of the texts and is updated in place.
+        the states of the texts and is updated in place. KeyError if a group is not open.
         """
         total = int(counts.sum())
         if total != len(tokens):
             raise ValueError(f"counts add up to {total}, but there are {len(tokens)} tokens")
-        grown = list(zip(groups.tolist(), counts.tolist(), strict=True))
-        for group, _ in grown:
-            self._tokens[group]
-        for group, count in grown:
-            self._tokens[group] += count
-        pool = self._ensure(groups=len(self._tokens), tokens=sum(self._tokens.values()))
-        _extend(pool, groups, last, counts, tokens)
+        for group in groups[self.arrays.roots[groups] < 0]:
+            raise KeyError(int(group))
+        _extend(self.reserve(total), groups, last, counts, tokens)
 
     def close(self, group: int) -> None:
         """Release the group and every state of it; KeyError if it is not open."""
-        del self._tokens[group]
+        self._tokens -= int(self.arrays.counts[self.root(group)])
+        self._groups -= 1
         _release(self.arrays, group)
 
     def metrics(self) -> dict[str, float]:
         """Groups and tokens in flight, bytes of the arrays."""
-        tokens = sum(self._tokens.values())
-        return {"groups": len(self._tokens), "tokens": tokens, "bytes": sum(a.nbytes for a in self.arrays)}
+        return {
+            "groups": self._groups,
+            "tokens": self._tokens,
+            "bytes": sum(array.nbytes for array in self.arrays),
+        }
 
-    def _ensure(self, groups: int, tokens: int) -> Pool:
-        """Room for so many groups and tokens in all, by the automaton's bounds on states and edges."""
+    def reserve(self, tokens: int) -> Pool:
+        """Take up room for so many tokens more, which `say` must then append; the arrays, which have it.
+
+        By the automaton's bounds on states and edges.
+        """
+        self._tokens += tokens
         old = self.arrays
-        states, edges = 2 * tokens + groups, 3 * tokens
-        if states <= len(old.link) and edges <= len(old.token) and groups <= len(old.roots):
+        states, edges = 2 * self._tokens + self._groups, 3 * self._tokens
+        if states <= len(old.link) and edges <= len(old.token) and self._groups <= len(old.roots):
             return old
         if 2 * edges > np.iinfo(np.int32).max:
-            raise MemoryError(f"{tokens} tokens in flight need more than 2**31 edges")
+            raise MemoryError(f"{self._tokens} tokens in flight need more than 2**31 edges")
         new = allocate(
             states=_grown(len(old.link), states),
             edges=_grown(len(old.token), edges),
-            groups=_grown(len(old.roots), groups),
+            groups=_grown(len(old.roots), self._groups),
         )
         for name in Pool._fields:
             array = getattr(old, name)

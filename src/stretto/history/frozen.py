@@ -1,6 +1,7 @@
 """Suffix automata of finished responses, packed: built at once, read by many requests, never changed.
 
-They are built as live automata (`stretto.history.automaton`) and packed into five numbers per state and two per edge.
+They are built as live automata (`stretto.history.automaton`) and packed into five numbers per state and two per edge,
+and where alternatives are kept (`stretto.history.mixtures`) one more per state and two per token of its row.
 An `Arena` keeps several behind one another, so that one kernel serves requests of different prompts.
 """
 
@@ -20,6 +21,7 @@ from stretto.history.automaton import (
     append,
     new_state,
 )
+from stretto.history.mixtures import Rows, ShareArray, mix, no_mixtures
 from stretto.records import FloatArray, IntArray
 from stretto.sampling import kernel
 
@@ -40,6 +42,9 @@ class Frozen(NamedTuple):
     weight: WeightArray  # (S,), sum of the values of their last tokens; `counts` itself if each is 1
     token: TokenArray  # (E,)
     target: TokenArray  # (E,)
+    row: TokenArray  # of `stretto.history.mixtures.Mixtures`
+    likely: TokenArray
+    share: ShareArray
 
     @property
     def states(self) -> int:
@@ -135,11 +140,14 @@ def _pack_edges(pool: Pool, weight: WeightArray) -> tuple[TokenArray, TokenArray
     return first, token, target
 
 
-def freeze(tokens: TokenArray, offsets: IntArray, values: FloatArray | None = None) -> Frozen:
+def freeze(
+    tokens: TokenArray, offsets: IntArray, values: FloatArray | None = None, rows: Rows | None = None
+) -> Frozen:
     """The frozen automaton of K texts: text k is `tokens[offsets[k]:offsets[k + 1]]`.
 
     `tokens` is (N,) int32, not negative; `offsets` (K + 1,) int64; `values` (N,) float64, what an occurrence that ends
-    at this token weighs (None: 1, and `weight` is `counts`). Takes O(N) time, but for sorting edges.
+    at this token weighs (None: 1, and `weight` is `counts`); `rows` are what tokens were drawn from (None: unknown).
+    Takes O(N) time, but for sorting edges.
     """
     pool = allocate(2 * len(tokens) + 1, 3 * len(tokens), 1, hashed=True)
     ends = _trace(pool, tokens, offsets)
@@ -149,7 +157,8 @@ def freeze(tokens: TokenArray, offsets: IntArray, values: FloatArray | None = No
     counts = _sum_up(link, order, ends, np.empty(0))
     weight = counts if values is None else _sum_up(link, order, ends, values)
     first, token, target = _pack_edges(pool, weight)
-    return Frozen(link, length, first, counts, weight, token, target)
+    mixtures = no_mixtures() if rows is None else mix(link, counts, order, ends, offsets, rows)
+    return Frozen(link, length, first, counts, weight, token, target, *mixtures)
 
 
 @kernel()
@@ -193,31 +202,6 @@ def advance(
         length = int(frozen.length[state_base + state])
 
 
-@kernel()
-def advance_all(
-    frozen: Frozen,
-    bases: tuple[IntArray, IntArray],
-    states: IntArray,
-    lengths: IntArray,
-    counts: IntArray,
-    tokens: IntArray,
-) -> None:
-    """`advance` each request r over its `counts[r]` new tokens; `states` and `lengths` are updated in place.
-
-    `bases` are two (R,) arrays, of states and of edges, negative for requests without an automaton; `states`,
-    `lengths`, `counts` are (R,), `tokens` (counts.sum(),), all int64.
-    """
-    at = 0
-    for request in range(len(states)):
-        state_base, edge_base = bases[0][request], bases[1][request]
-        if state_base >= 0:
-            state, length = states[request], lengths[request]
-            for token in tokens[at : at + counts[request]]:
-                state, length = advance(frozen, state_base, edge_base, state, length, token)
-            states[request], lengths[request] = state, length
-        at += counts[request]
-
-
 class Arena:
     """Frozen automata in one set of arrays, for those that are in use.
 
@@ -225,24 +209,26 @@ class Arena:
     thread-safe. `arrays` and bases may change in `add` and `remove`: read them anew after either.
     """
 
-    def __init__(self, weighted: bool, reserve: int = 0) -> None:
-        """`weighted`: the automata have weights of their own; otherwise `arrays.weight` is `arrays.counts`.
+    def __init__(self, weighted: bool, mixed: bool = False, reserve: int = 0) -> None:
+        """`weighted`: the automata have weights of their own; otherwise `arrays.weight` is `arrays.counts`. `mixed`:
+        all have rows; otherwise none has.
 
         `reserve`: bytes that are taken up before anything has to move. The operating system gives memory to pages
         when they are first written, so what is reserved costs nothing until it is used.
         """
-        self._weighted = weighted
+        self._weighted, self._mixed = weighted, mixed
         self._reserve = reserve
         self._placed: dict[int, Frozen] = {}
         self._state_base = np.empty(0, np.int64)
         self._edge_base = np.empty(0, np.int64)
-        self._clear(0, 0)
+        self._row_base = np.empty(0, np.int64)
+        self._clear(0, 0, 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays as far as they were ever written."""
-        states, edges = self._written
-        return states * (20 if self._weighted else 16) + edges * 8
+        states, edges, likely = self._written
+        return states * (16 + 4 * self._weighted + 4 * self._mixed) + edges * 8 + likely * 6
 
     def bases(self, handles: IntArray) -> tuple[IntArray, IntArray]:
         """Where each automaton's states and edges begin, (R,) each; -1 for a handle of -1.
@@ -260,53 +246,74 @@ class Arena:
         if handle == len(self._state_base):
             self._state_base = np.append(self._state_base, -1)
             self._edge_base = np.append(self._edge_base, -1)
-        states = _gap(
-            [(int(self._state_base[h]), len(f.first)) for h, f in self._placed.items()], len(frozen.first)
-        )
-        edges = _gap(
-            [(int(self._edge_base[h]), len(f.token)) for h, f in self._placed.items()], len(frozen.token)
+            self._row_base = np.append(self._row_base, -1)
+        placed = self._placed.items()
+        bases = (
+            _gap([(int(self._state_base[h]), len(f.first)) for h, f in placed], len(frozen.first)),
+            _gap([(int(self._edge_base[h]), len(f.token)) for h, f in placed], len(frozen.token)),
+            _gap([(int(self._row_base[h]), len(f.likely)) for h, f in placed], len(frozen.likely)),
         )
         self._placed[handle] = frozen
-        full = states + len(frozen.first) > len(self.arrays.link)
-        if full or edges + len(frozen.token) > len(self.arrays.token):
-            self._repack()
+        rooms = (len(self.arrays.link), len(self.arrays.token), len(self.arrays.likely))
+        if all(base + size <= room for base, size, room in zip(bases, _sizes(frozen), rooms, strict=True)):
+            self._place(handle, *bases)
         else:
-            self._place(handle, states, edges)
+            self._repack()
         return handle
 
     def remove(self, handle: int) -> None:
         """Forget an automaton; its place is free for others. KeyError if there is none."""
         del self._placed[handle]
-        if not self._placed:
-            self._clear(0, 0)
+        if not self._placed and self._grown:  # what was reserved stays: to give it back costs milliseconds
+            self._clear(0, 0, 0)
 
-    def _clear(self, states: int, edges: int) -> None:
-        """New arrays with room for at least so many states and edges, and at least what is reserved."""
-        states = max(states, self._reserve // 32)  # four edges to three states, as in text
-        edges = max(edges, self._reserve // 24)
-        i32, f32 = np.int32, np.float32
+    def _clear(self, states: int, edges: int, likely: int) -> None:
+        """New arrays with room for at least so much, and at least what is reserved."""
+        # Four edges to three states and, where there are rows, six tokens of them: as in text.
+        states = max(states, self._reserve // (48 if self._mixed else 32))
+        edges = max(edges, self._reserve // (36 if self._mixed else 24))
+        likely = max(likely, self._reserve // 24 if self._mixed else 0)
+        i32 = np.int32
         link, length, first = np.zeros(states, i32), np.zeros(states, i32), np.zeros(states, i32)
-        counts = np.zeros(states, f32)
-        weight = np.zeros(states, f32) if self._weighted else counts
-        self.arrays = Frozen(link, length, first, counts, weight, np.zeros(edges, i32), np.zeros(edges, i32))
-        self._written = (0, 0)
+        counts = np.zeros(states, np.float32)
+        weight = np.zeros(states, np.float32) if self._weighted else counts
+        token, target = np.zeros(edges, i32), np.zeros(edges, i32)
+        rows = np.zeros(states if self._mixed else 0, i32), np.zeros(likely, i32), np.zeros(likely, np.uint16)
+        self.arrays = Frozen(link, length, first, counts, weight, token, target, *rows)
+        self._written = (0, 0, 0)
+        self._grown = False
 
     def _repack(self) -> None:
         """Everything into new arrays, twice as large as what is in use."""
-        sizes = [(len(frozen.first), len(frozen.token)) for frozen in self._placed.values()]
-        self._clear(2 * sum(states for states, _ in sizes), 2 * sum(edges for _, edges in sizes))
+        sizes = np.array([_sizes(frozen) for frozen in self._placed.values()])
+        self._clear(*(2 * sizes.sum(axis=0)).tolist())
+        self._grown = True
         for handle in self._placed:
             self._place(handle, *self._written)
 
-    def _place(self, handle: int, states: int, edges: int) -> None:
-        frozen = self._placed[handle]
+    def _place(self, handle: int, states: int, edges: int, likely: int) -> None:
+        frozen, arrays = self._placed[handle], self.arrays
         self._state_base[handle], self._edge_base[handle] = states, edges
-        for into, array in zip(self.arrays[:5], frozen[:5], strict=True):
+        self._row_base[handle] = likely
+        for into, array in zip(arrays[:5], frozen[:5], strict=True):
             into[states : states + len(array)] = array
-        for into, array in zip(self.arrays[5:], frozen[5:], strict=True):
+        for into, array in zip(arrays[5:7], frozen[5:7], strict=True):
             into[edges : edges + len(array)] = array
-        ends = states + len(frozen.first), edges + len(frozen.token)
-        self._written = max(self._written[0], ends[0]), max(self._written[1], ends[1])
+        if self._mixed:
+            arrays.row[states : states + frozen.states] = np.where(frozen.row < 0, -1, frozen.row + likely)
+            arrays.likely[likely : likely + len(frozen.likely)] = frozen.likely
+            arrays.share[likely : likely + len(frozen.share)] = frozen.share
+        sizes, before = _sizes(frozen), self._written
+        self._written = (
+            max(states + sizes[0], before[0]),
+            max(edges + sizes[1], before[1]),
+            max(likely + sizes[2], before[2]),
+        )
+
+
+def _sizes(frozen: Frozen) -> tuple[int, int, int]:
+    """Places per state, per edge and per token of rows that an automaton takes."""
+    return len(frozen.first), len(frozen.token), len(frozen.likely)
 
 
 def _gap(taken: list[tuple[int, int]], size: int) -> int:

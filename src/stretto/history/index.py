@@ -26,18 +26,29 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from stretto.alternatives import Alternatives
 from stretto.errors import StrettoError, nearest
 from stretto.history.automaton import TokenArray, WeightArray
 from stretto.history.frozen import Arena, Frozen, freeze
+from stretto.history.mixtures import Rows, join_rows, rows_of
 from stretto.records import FloatArray, IntArray
+from stretto.tally import Tally
 
 Weight = Literal["count", "reward", "recency", "probability"]
-Response = tuple[IntArray, FloatArray, float]
-"""Token ids (N,), their behaviour log-probs (N,), the reward, nan where there is none."""
+
+
+class Response(NamedTuple):
+    """One finished response."""
+
+    token_ids: IntArray  # (N,)
+    logprobs: FloatArray  # (N,), the behaviour log-probs
+    reward: float  # nan where there is none
+    top: Alternatives | None = None  # at the N places, where they are known
+
 
 LARGEST_TOKEN = 2**31 - 1
 LARGEST_ADVANTAGE = 2.0
@@ -53,10 +64,12 @@ class _Text:
     tokens: TokenArray
     probabilities: WeightArray | None  # of its tokens; only where they are the weight
     reward: float
+    rows: Rows | None  # what its tokens were drawn from; only where alternatives are used
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + (0 if self.probabilities is None else self.probabilities.nbytes)
+        kept = (self.tokens, self.probabilities, self.rows)
+        return sum(array.nbytes for array in kept if array is not None)
 
 
 @dataclass(slots=True)
@@ -93,10 +106,12 @@ class HistoryIndex:
         *,
         window: int = 2,
         weight: Weight = "count",
+        alternatives: bool = False,
         max_bytes: int = 4 * GIBIBYTE,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`window`: visits kept per prompt, at least 1. `max_bytes` bounds the arrays of responses and automata.
+        """`window`: visits kept per prompt, at least 1. `alternatives`: what tokens were drawn from is kept too.
+        `max_bytes` bounds the arrays of responses and automata.
 
         Over it, the prompt whose responses came in longest ago loses its oldest visit, and so on; prompts with an
         open handle lose nothing, so the bound may be exceeded by what is in use. `clock`: seconds, for `metrics`.
@@ -111,7 +126,8 @@ class HistoryIndex:
         self._clock = clock
         self._histories: dict[str, _History] = {}  # the one that longest had no new responses first
         reserve = min(max_bytes // ARENA_SHARE, LARGEST_RESERVE)
-        self._arena = Arena(weighted=weight != "count", reserve=reserve)
+        self._alternatives = alternatives
+        self._arena = Arena(weighted=weight != "count", mixed=alternatives, reserve=reserve)
         self._open: dict[int, _Open] = {}
         self._jobs: dict[tuple[str, int], Future[Built]] = {}  # by uid and revision
         self._queue: Jobs | None = None
@@ -144,20 +160,25 @@ class HistoryIndex:
         self._keep_within_bounds()
 
     def _text(self, uid: str, visit: int, place: int, response: Response) -> _Text:
-        tokens, logprobs, reward = response
+        tokens, logprobs, reward, top = response
         where = f"history of prompt {uid}, visit {visit}, response {place}"
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= LARGEST_TOKEN:
             bad = tokens[(tokens < 0) | (tokens > LARGEST_TOKEN)][0]
             raise StrettoError(f"{where}: token id {bad} is not in 0 .. {LARGEST_TOKEN}")
         probabilities = None
-        if self._weight == "probability":
+        if self._weight == "probability" or self._alternatives:
             if len(logprobs) != len(tokens):
                 raise StrettoError(f"{where}: {len(tokens)} tokens, but {len(logprobs)} log-probs")
             if np.isnan(logprobs).any() or (logprobs > 0).any():
-                raise StrettoError(f'{where}: a log-prob is NaN or above 0; weight = "count" needs none')
-            # Rounded first, as they are in the log: histories must be the same live and rebuilt from it.
-            probabilities = np.exp(logprobs.astype(np.float32))
-        return _Text(tokens.astype(np.int32), probabilities, float(reward))
+                raise StrettoError(
+                    f'{where}: a log-prob is NaN or above 0; weight = "count" without alternatives needs none'
+                )
+        # Rounded first, as they are in the log: histories must be the same live and rebuilt from it.
+        known = np.exp(logprobs.astype(np.float32))
+        probabilities = known if self._weight == "probability" else None
+        kept = tokens.astype(np.int32)
+        rows = rows_of(kept, known, top) if self._alternatives else None
+        return _Text(kept, probabilities, float(reward), rows)
 
     def _changed(self, history: _History) -> None:
         self._revision += 1
@@ -267,7 +288,7 @@ class HistoryIndex:
         """Where in the arrays the states and the edges of each handle begin, (R,) each; -1 for a handle of -1."""
         return self._arena.bases(handles)
 
-    def metrics(self) -> dict[str, float]:
+    def counts(self) -> Tally:
         """Sizes now; since the last call, seconds and tokens of builds, visits and prompts dropped for memory.
 
         `bytes` are all arrays; `bytes_per_token` those of the automata, for each token that they were built from.
@@ -277,14 +298,17 @@ class HistoryIndex:
         automata = [h.automaton for h in histories if h.automaton is not None]
         built_from = sum(int(automaton.counts[0]) for automaton in automata)
         since, self._since = self._since, _zeros()
-        return {
+        sizes: dict[str, float] = {
             "prompts": len(self._histories),
             "tokens": sum(len(text.tokens) for text in texts),
             "states": sum(automaton.states for automaton in automata),
             "bytes": self._text_bytes + self._automaton_bytes + self._arena.nbytes,
-            "bytes_per_token": self._automaton_bytes / built_from if built_from else 0.0,
-            **since,
         }
+        return Tally(sizes | since, {"bytes_per_token": (self._automaton_bytes, built_from)})
+
+    def metrics(self) -> dict[str, float]:
+        """`counts`, as they are shown."""
+        return self.counts().figures()
 
     def _collect(self) -> None:
         """Adopt what the thread has built; raise its oldest failure, leaving further ones to the next call."""
@@ -340,7 +364,8 @@ def _build(weight: Weight, visits: Visits, clock: Callable[[], float]) -> Built:
     texts = [text for _, visit in visits for text in visit]
     tokens = np.concatenate([text.tokens for text in texts])
     offsets = np.cumsum([0, *(len(text.tokens) for text in texts)])
-    frozen = freeze(tokens, offsets, _values(weight, visits))
+    rows = [text.rows for text in texts if text.rows is not None]
+    frozen = freeze(tokens, offsets, _values(weight, visits), join_rows(rows) if rows else None)
     return frozen, clock() - started
 
 

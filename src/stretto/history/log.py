@@ -1,7 +1,8 @@
 """The log of rollouts as Parquet: the source of truth from which index, lengths and ledger are rebuilt.
 
-One file holds one step's rollouts, one row each; per-token columns are lists of equal length N. The row's own
-text and data columns stay in the data set and are found again by `prompt_row`.
+One file holds one step's rollouts, one row each; per-token columns are lists of equal length N. Where the most
+probable tokens of every place are kept, two more columns hold them, K of each: before compression 8 K bytes a token.
+The row's own text and data columns stay in the data set and are found again by `prompt_row`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from stretto.alternatives import Alternatives
 from stretto.atomic import write_atomically
 from stretto.errors import StrettoError
+from stretto.history.lengths import Ended
 from stretto.records import FinishReason, Prompt, Rollout, State
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1: without alternatives, and without what became of dropped tokens
 _VERSION_KEY = b"stretto.log"
 
 _LISTS: dict[str, npt.DTypeLike] = {
@@ -31,11 +35,13 @@ _LISTS: dict[str, npt.DTypeLike] = {
     "raw_logprobs": np.float64,
     "versions": np.int64,
     "loss_mask": np.bool_,
+    "draft_ids": np.int64,
 }
-_PER_TOKEN = tuple(name for name in _LISTS if name != "prompt_ids")
+_PER_TOKEN = tuple(name for name in _LISTS if name not in ("prompt_ids", "draft_ids"))
+_TOP_IDS, _TOP_LOGPROBS = "top_ids", "top_logprobs"
 
 
-def _schema(logprob: pa.DataType) -> pa.Schema:
+def _schema(logprob: pa.DataType, alternatives: int = 0, version: int = SCHEMA_VERSION) -> pa.Schema:
     fields: list[tuple[str, pa.DataType]] = [
         ("request_id", pa.int64()),
         ("group_id", pa.int64()),
@@ -68,6 +74,13 @@ def _schema(logprob: pa.DataType) -> pa.Schema:
         ("drafted", pa.int64()),
         ("accepted", pa.int64()),
     ]
+    if version > 1:
+        fields.append(("discard_reason", pa.string()))
+        fields.append(("refreshes", pa.int32()))  # times that its tokens were dropped and generated again,
+        fields.append(("draft_ids", pa.list_(pa.int32())))  # and those dropped last
+    if alternatives:
+        fields.append((_TOP_IDS, pa.list_(pa.list_(pa.int32(), alternatives))))
+        fields.append((_TOP_LOGPROBS, pa.list_(pa.list_(pa.float32(), alternatives))))
     return pa.schema(fields)
 
 
@@ -79,7 +92,8 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout], *, step: int, exact:
     differ in length.
     """
     rows = list(rollouts)
-    schema = _schema(pa.float64() if exact else pa.float32())
+    alternatives = max((r.top.width for r in rows if r.top is not None), default=0)
+    schema = _schema(pa.float64() if exact else pa.float32(), alternatives)
     columns = _columns(rows, step, schema)
     metadata = {_VERSION_KEY: str(SCHEMA_VERSION).encode()}
     table = pa.Table.from_pydict(columns, schema=schema.with_metadata(metadata))
@@ -102,16 +116,40 @@ def read_rollouts(path: Path, prompts: Sequence[Prompt] | None = None) -> list[R
             for field in table.schema
             if not pa.types.is_list(field.type)
         }
-        tokens = {name: _split(table.column(name), dtype) for name, dtype in _LISTS.items()}
+        top = _split_alternatives(table)
+        tokens = {
+            name: _split(table.column(name), dtype)
+            for name, dtype in _LISTS.items()
+            if name in table.column_names
+        }
         by_row = None if prompts is None else {prompt.row: prompt for prompt in prompts}
         return [
             _rollout(
                 {name: values[i] for name, values in scalars.items()},
                 {name: arrays[i] for name, arrays in tokens.items()},
+                top[i],
                 by_row,
                 path,
             )
             for i in range(table.num_rows)
+        ]
+
+
+def read_ended(path: Path) -> list[Ended]:
+    """How long those rollouts in the file `path` became that have ended, without their other columns.
+
+    Raises StrettoError as `read_rollouts` does.
+    """
+    names = ["prompt_row", "prompt_uid", "occurrence", "visit", "finish_reason"]
+    with _damage(path):
+        table = _read_table(path, [*names, "prompt_ids", "token_ids"])
+        rows = zip(*(table.column(name).to_pylist() for name in names), strict=True)
+        prompts = _split(table.column("prompt_ids"), np.int64)
+        lengths = pc.list_value_length(table.column("token_ids")).to_pylist()
+        return [
+            Ended(Prompt(row, uid, occurrence, ids, {}), visit, length, reason == FinishReason.LENGTH)
+            for (row, uid, occurrence, visit, reason), ids, length in zip(rows, prompts, lengths, strict=True)
+            if reason != FinishReason.NONE
         ]
 
 
@@ -128,6 +166,8 @@ def _columns(rows: list[Rollout], step: int, schema: pa.Schema) -> dict[str, pa.
     """Every column of the schema as an Arrow array, in row order."""
     for r in rows:
         lengths = {name: len(getattr(r, name)) for name in _PER_TOKEN}
+        if r.top is not None:
+            lengths |= {_TOP_IDS: len(r.top.token_ids), _TOP_LOGPROBS: len(r.top.logprobs)}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"request {r.request_id}: per-token arrays of different lengths: {lengths}")
     values: dict[str, list[Any]] = {
@@ -144,7 +184,9 @@ def _columns(rows: list[Rollout], step: int, schema: pa.Schema) -> dict[str, pa.
     for field in schema:
         if field.name == "prompt_ids":
             columns[field.name] = _join([r.prompt.token_ids for r in rows], field.type)
-        elif field.name in _PER_TOKEN:
+        elif field.name in (_TOP_IDS, _TOP_LOGPROBS):
+            columns[field.name] = _join_alternatives(rows, field)
+        elif field.name in _LISTS:
             columns[field.name] = _join([getattr(r, field.name) for r in rows], field.type)
         else:
             column = values[field.name] if field.name in values else [getattr(r, field.name) for r in rows]
@@ -165,6 +207,35 @@ def _join(arrays: list[npt.NDArray[Any]], list_type: pa.DataType) -> pa.ListArra
     return pa.ListArray.from_arrays(pa.array(offsets).cast(pa.int32()), stored, type=list_type)
 
 
+def _join_alternatives(rows: list[Rollout], field: pa.Field) -> pa.ListArray:
+    """One of the two columns of alternatives; where a row has fewer of them, or none, -1 and -inf."""
+    width = field.type.value_type.list_size
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(r.token_ids) for r in rows], out=offsets[1:])
+    whole = Alternatives.none(int(offsets[-1]), width)
+    for r, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
+        if r.top is not None:
+            whole.token_ids[start:end, : r.top.width] = r.top.token_ids
+            whole.logprobs[start:end, : r.top.width] = r.top.logprobs
+    values = whole.token_ids if field.name == _TOP_IDS else whole.logprobs
+    places = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), width)
+    return pa.ListArray.from_arrays(pa.array(offsets), places, type=field.type)
+
+
+def _split_alternatives(table: pa.Table) -> list[Alternatives | None]:
+    """Of each row; None in a log without them."""
+    if _TOP_IDS not in table.column_names or not table.num_rows:
+        return [None] * table.num_rows
+    width = _width(table.schema)
+    ids, logprobs = (pa.concat_arrays(table.column(name).chunks) for name in (_TOP_IDS, _TOP_LOGPROBS))
+    if not ids.offsets.equals(logprobs.offsets):
+        raise ValueError(f"{_TOP_IDS} and {_TOP_LOGPROBS} are of different lengths")
+    whole = Alternatives(
+        *(lists.values.values.to_numpy(zero_copy_only=False).reshape(-1, width) for lists in (ids, logprobs))
+    )
+    return [whole[start:end] for start, end in pairwise(ids.offsets.to_numpy())]
+
+
 def _split(column: pa.ChunkedArray, dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
     """The per-row arrays of a list column, as views of one array."""
     if len(column) == 0:
@@ -178,6 +249,7 @@ def _split(column: pa.ChunkedArray, dtype: npt.DTypeLike) -> list[npt.NDArray[An
 def _rollout(
     row: dict[str, Any],
     tokens: dict[str, npt.NDArray[Any]],
+    top: Alternatives | None,
     by_row: Mapping[int, Prompt] | None,
     path: Path,
 ) -> Rollout:
@@ -199,14 +271,14 @@ def _rollout(
     fields["reward_parts"] = dict(row["reward_parts"])
     fields["finish_reason"] = FinishReason(row["finish_reason"])
     fields["outcome"] = State[row["outcome"].upper()]
-    return Rollout(prompt=prompt, **fields)
+    return Rollout(prompt=prompt, top=top, **fields)
 
 
-def _read_table(path: Path) -> pa.Table:
+def _read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     with _opened(path) as opened:
         file = pq.ParquetFile(opened, page_checksum_verification=True)
         _check_schema(path, file.schema_arrow)
-        table = file.read()
+        table = file.read(columns)
     table.validate(full=True)
     return table
 
@@ -221,8 +293,18 @@ def _check_schema(path: Path, schema: pa.Schema) -> None:
             f"{path} has version {version} of the log's schema; this Stretto reads up to {SCHEMA_VERSION}: "
             "read it with the newer one that wrote it"
         )
-    if not any(schema.equals(_schema(logprob)) for logprob in (pa.float32(), pa.float64())):
+    width = _width(schema)
+    kinds = [_schema(logprob, width, int(version)) for logprob in (pa.float32(), pa.float64())]
+    if not any(schema.equals(kind) for kind in kinds):
         raise StrettoError(f"{path} is damaged: its columns are not those of version {version} of the log")
+
+
+def _width(schema: pa.Schema) -> int:
+    """Alternatives of each place; 0 where there are none, or not as we write them."""
+    if _TOP_IDS not in schema.names:
+        return 0
+    places = getattr(schema.field(_TOP_IDS).type, "value_type", None)
+    return int(getattr(places, "list_size", 0))
 
 
 @contextmanager

@@ -5,21 +5,22 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from stretto.config import LearnerConfig, LoraConfig, SamplingConfig
 from stretto.errors import StrettoError
-from stretto.learn.advantages import group_advantages
+from stretto.learn.advantages import PromptMeans, batch_advantages, group_advantages
 from stretto.learn.attention import PackedCausalAttention
+from stretto.learn.files import FORMAT, load_weights, read_state, read_tensors
 from stretto.learn.logprobs import token_logprobs
 from stretto.learn.lora import adapters_disabled, inject_lora, load_adapter, merged_weights, save_adapter
 from stretto.learn.losses import importance_weights, kl_to_reference, policy_loss, token_weights
@@ -33,7 +34,19 @@ from stretto.weights import WeightsRef
 STATE_FILE = "learner.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 ADAPTER_FOLDER = "adapter"
-FORMAT = 1
+
+
+@dataclass(slots=True)
+class _Part:
+    """What is known of a batch whose gradients have been added up."""
+
+    excluded: int  # rollouts without a usable reward or a trained token
+    columns: Measurements | None = None  # None: there is no other
+    advantages: FloatArray = field(default_factory=lambda: np.zeros(0))  # of the others
+    size: int = 0  # what its gradients are still to be divided by, together with the other parts'
+    micro_batches: int = 0
+    packed_tokens: int = 0
+    padding: float = 0.0
 
 
 class Learner:
@@ -95,6 +108,8 @@ class Learner:
             _enable_checkpointing(model)
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = Optimizer(self._trained, config, total_steps)
+        self._parts: list[_Part] = []  # of the next update
+        self._means = PromptMeans()
 
     # ---- updates ------------------------------------------------------------------------------------------
 
@@ -102,38 +117,68 @@ class Learner:
         """Make the optimiser step for `batch` and post `Updated`. In this process it computes before returning."""
         self._post(self.update(batch))
 
+    def accumulate(self, batch: UpdateBatch) -> None:
+        """Take in a part of the next update, whole groups: their gradients are added up, no optimiser step is made.
+
+        The step of the update that follows then equals the one on all parts at once, up to the order of summation (a
+        relative 1e-12 in float64). Raises as `update` does, with all parts given up.
+        """
+        if self.config.baseline != "group":
+            raise ValueError(
+                f"learner.baseline = {self.config.baseline} is not known before the whole batch is"
+            )
+        self._parts.append(self._part(batch, whole=False))
+
     def update(self, batch: UpdateBatch) -> Updated:
-        """One optimiser step. A batch without a usable rollout changes nothing but the version, and says so in
-        `policy/empty_update`.
+        """One optimiser step on `batch` and the parts before it. Without a usable rollout it changes nothing but the
+        version, and says so in `policy/empty_update`.
 
         Raises `StrettoError`, with the weights unchanged, where a log-prob, the loss or a gradient isn't finite.
+        """
+        parts = [*self._parts, self._part(batch, whole=not self._parts)]
+        self._parts = []
+        measured = [part.columns for part in parts if part.columns is not None]
+        metrics: dict[str, float] = {
+            "policy/excluded": sum(part.excluded for part in parts),
+            "policy/empty_update": float(not measured),
+        }
+        if measured:
+            columns = measured[0]
+            if len(parts) > 1:
+                scale = 1.0 / sum(part.size for part in parts)
+                self._optimizer.scale_gradients(scale)
+                columns = Measurements.joined(measured, scale)
+            with self._training():
+                grad_norm, rate = self._optimizer.step(self.version)
+            metrics |= {
+                **columns.metrics(self.version),
+                "policy/grad_norm": grad_norm,
+                "policy/learning_rate": rate,
+                "policy/zero_advantage": float(np.mean(np.concatenate([p.advantages for p in parts]) == 0)),
+                "policy/micro_batches": sum(part.micro_batches for part in parts),
+                "policy/packed_tokens": sum(part.packed_tokens for part in parts),
+                "policy/padding_waste": max(part.padding for part in parts),
+            }
+        self.version += 1
+        return Updated(self.version, metrics)
+
+    def _part(self, batch: UpdateBatch, *, whole: bool) -> _Part:
+        """Add up the gradients of `batch`. If it is not the `whole` update, their scale is left open: it is 1 / the sum
+        of the parts' sizes.
         """
         if batch.version != self.version:
             raise ValueError(
                 f"the batch was closed at version {batch.version}, the learner is at {self.version}"
             )
-        usable = [r for r in batch.rollouts if r.reward_status == "ok" and r.loss_mask.any()]
-        metrics: dict[str, float] = {
-            "policy/excluded": len(batch.rollouts) - len(usable),
-            "policy/empty_update": float(not usable),
-        }
-        if usable:
-            metrics |= self._update(usable)
-        self.version += 1
-        return Updated(self.version, metrics)
-
-    def _update(self, rollouts: list[Rollout]) -> dict[str, float]:
-        advantages = group_advantages(
-            np.array([r.reward for r in rollouts]),
-            np.array([r.group_id for r in rollouts]),
-            normalize=self.config.advantage_normalization,
-        )
+        rollouts = [r for r in batch.rollouts if r.reward_status == "ok" and r.loss_mask.any()]
+        excluded = len(batch.rollouts) - len(rollouts)
+        if not rollouts:
+            return _Part(excluded)
+        advantages = self._advantages(rollouts)
         tokens = trained_tokens(rollouts)
-        columns = Measurements(
-            tokens,
-            advantages[tokens.rollout],
-            token_weights(tokens.rollout, self.config.loss_normalization, self._sampling.max_new_tokens),
-        )
+        size = len(tokens) if self.config.loss_normalization == "token" else len(rollouts)
+        weights = token_weights(tokens.rollout, self.config.loss_normalization, self._sampling.max_new_tokens)
+        columns = Measurements(tokens, advantages[tokens.rollout], weights if whole else weights * size)
         # Without KL and entropy terms a rollout of advantage 0 has gradient 0: it is measured, not trained on.
         everyone = self.config.kl_coef > 0 or self.config.entropy_coef != 0
         learning = [i for i in range(len(rollouts)) if everyone or advantages[i] != 0]
@@ -144,16 +189,19 @@ class Learner:
             packed += [(m, False) for m in pack(rollouts, measured, tokens, budget)]
             padding = [self._micro_batch(m, columns, train=train) for m, train in packed]
             self._check_finite(columns, rollouts)
-            grad_norm, rate = self._optimizer.step(self.version)
-        return {
-            **columns.metrics(self.version),
-            "policy/grad_norm": grad_norm,
-            "policy/learning_rate": rate,
-            "policy/zero_advantage": float(np.mean(advantages == 0)),
-            "policy/micro_batches": len(packed),
-            "policy/packed_tokens": sum(len(m.token_ids) for m, _ in packed),
-            "policy/padding_waste": max(padding),
-        }
+        packed_tokens = sum(len(m.token_ids) for m, _ in packed)
+        return _Part(excluded, columns, advantages, size, len(packed), packed_tokens, max(padding))
+
+    def _advantages(self, rollouts: list[Rollout]) -> FloatArray:
+        rewards, normalize = np.array([r.reward for r in rollouts]), self.config.advantage_normalization
+        if self.config.baseline == "group":
+            return group_advantages(rewards, np.array([r.group_id for r in rollouts]), normalize=normalize)
+        baseline = np.full(len(rollouts), np.nan)
+        if self.config.baseline == "history":
+            baseline = np.array([self._means.before(r.prompt, r.visit) for r in rollouts])
+            for rollout in rollouts:
+                self._means.observe(rollout.prompt, rollout.visit, rollout.reward)
+        return batch_advantages(rewards, baseline, normalize=normalize)
 
     def _micro_batch(self, micro_batch: MicroBatch, columns: Measurements, *, train: bool) -> float:
         """Forward, and backward if `train`; returns the share of padding in attention."""
@@ -233,6 +281,7 @@ class Learner:
         if not bad:
             return
         self._optimizer.discard_gradients()
+        self._parts = []
         first = bad[0]
         rollout = rollouts[int(columns.tokens.rollout[first])]
         raise StrettoError(
@@ -279,23 +328,26 @@ class Learner:
             save_adapter(self.model, folder / ADAPTER_FOLDER)
         state = {name: tensor.contiguous() for name, tensor in self._optimizer.state_dict().items()}
         save_file(state, folder / OPTIMIZER_FILE)
-        body = {"format": FORMAT, "version": self.version, "optimizer_steps": self._optimizer.steps}
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "version": self.version,
+            "optimizer_steps": self._optimizer.steps,
+        }
+        if self.config.baseline == "history":
+            body["prompt_means"] = self._means.state_dict()
         (folder / STATE_FILE).write_text(json.dumps(body) + "\n")
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote. Raises `StrettoError` if the folder is another model's or incomplete."""
-        body = _read_state(folder / STATE_FILE)
-        file = folder / OPTIMIZER_FILE
-        try:
-            moments = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise StrettoError(f"{file} cannot be read: {error}") from error
+        body = read_state(folder / STATE_FILE)
+        moments = read_tensors(folder / OPTIMIZER_FILE)
         if self._lora is not None:
             load_adapter(self.model, folder / ADAPTER_FOLDER)
         else:
-            _load_model(self.model, folder)
+            load_weights(self.model, folder)
         self._optimizer.load_state_dict(moments, body["optimizer_steps"])
         self.version = body["version"]
+        self._means.load_state_dict(body.get("prompt_means", {}))
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
@@ -308,41 +360,3 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
 def _to_numpy(values: torch.Tensor) -> FloatArray:
     array: FloatArray = values.detach().double().cpu().numpy()
     return array
-
-
-def _read_state(file: Path) -> dict[str, int]:
-    try:
-        body = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise StrettoError(f"{file} cannot be read: {error}") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        found = body.get("format") if isinstance(body, dict) else None
-        raise StrettoError(f"{file} has format {found}; this Stretto reads {FORMAT}")
-    for key in ("version", "optimizer_steps"):
-        if not isinstance(body.get(key), int):
-            raise StrettoError(f"{file}: {key} is {body.get(key)!r} and not a number")
-    return body
-
-
-def _load_model(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the weights in `folder` into `model`, bit for bit."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        try:
-            found |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise StrettoError(f"{file} cannot be read: {error}") from error
-    own = dict(model.named_parameters())
-    differing = [n for n in own.keys() | found.keys() if _kind(own, n) != _kind(found, n)]
-    if differing:
-        name = min(differing)
-        raise StrettoError(
-            f"{folder} holds another model: {name} is {_kind(found, name)} there and {_kind(own, name)} here"
-        )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(found[name])
-
-
-def _kind(tensors: Mapping[str, torch.Tensor], name: str) -> str:
-    return f"{tuple(tensors[name].shape)} {tensors[name].dtype}" if name in tensors else "missing"

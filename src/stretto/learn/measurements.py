@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,6 +25,18 @@ class Measurements:
         self.kl = np.full(n, np.nan)
         self.clipped = np.zeros(n, dtype=np.bool_)
         self.capped = np.zeros(n, dtype=np.bool_)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Measurements], scale: float) -> Measurements:
+        """Those of several parts of an update, whose weights are still to be multiplied by `scale`."""
+        tokens = TrainedTokens.joined([part.tokens for part in parts])
+        whole = cls(
+            tokens, *(np.concatenate([getattr(p, name) for p in parts]) for name in ("advantages", "weights"))
+        )
+        for name in ("logprobs", "entropy", "loss", "kl", "clipped", "capped"):
+            setattr(whole, name, np.concatenate([getattr(part, name) for part in parts]))
+        whole.weights, whole.loss = whole.weights * scale, whole.loss * scale
+        return whole
 
     def not_finite(self) -> list[int]:
         """Tokens whose log-prob, here or from the engine, or loss isn't finite, or was never measured."""

@@ -67,6 +67,12 @@ class Optimizer:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
+    def scale_gradients(self, scale: float) -> None:
+        """Multiply what has been added up."""
+        for tensor in self._trained.values():
+            if tensor.grad is not None:
+                tensor.grad.mul_(scale)
+
     def step(self, update: int) -> tuple[float, float]:
         """Make optimiser step `update` (from 0) with the accumulated gradients; returns their norm and the rate.
 

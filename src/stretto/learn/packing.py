@@ -25,6 +25,14 @@ class TrainedTokens:
     raw_logprobs: FloatArray  # temperature only
     versions: IntArray
 
+    @classmethod
+    def joined(cls, parts: Sequence[TrainedTokens]) -> TrainedTokens:
+        """Those of several batches, as if of one."""
+        before = np.cumsum([0, *(int(part.rollout[-1]) + 1 for part in parts[:-1])])
+        names = ("position", "targets", "logprobs", "raw_logprobs", "versions")
+        rollout = np.concatenate([part.rollout + n for part, n in zip(parts, before, strict=True)])
+        return cls(rollout, *(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
     def __len__(self) -> int:
         return len(self.targets)
 

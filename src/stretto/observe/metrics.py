@@ -93,6 +93,18 @@ def step_metrics(
     }
 
 
+def reuse_metrics(engine: Mapping[str, float]) -> dict[str, float]:
+    """What prefix reuse kept over one step's window, from the engines' counters: tokens; of the responses with an
+    earlier one, the share that was kept whole, and the tokens kept of each.
+    """
+    tried = engine["reuse_tried"]
+    return {
+        "reuse/kept_tokens": engine["reuse_kept_tokens"],
+        "reuse/skip_ratio": _ratio(engine["reuse_whole"], tried),
+        "reuse/mean_kept": _ratio(engine["reuse_kept_tokens"], tried),
+    }
+
+
 def _rewards(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Mean and population standard deviation of the usable rewards, and the mean of each function's."""
     scored = [r for r in rollouts if r.reward_status == "ok"]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from stretto.config import ScheduleConfig
+from stretto.errors import StrettoError
+from stretto.history.lengths import LengthHistory
 from stretto.records import Decision, Event
 from stretto.view import LedgerView
+
+if TYPE_CHECKING:
+    from stretto.staleness import Strategy, Unit
 
 
 class Schedule(Protocol):
@@ -29,9 +34,76 @@ class Schedule(Protocol):
         """Its own figures since the last call."""
 
 
-def make_schedule(config: ScheduleConfig) -> Schedule:
-    """The schedule that the configuration names."""
-    from stretto.schedule.asynchronous import Async
-    from stretto.schedule.synchronous import Synchronous
+class LedgerOptions(TypedDict):
+    """What a schedule asks of its ledger."""
 
-    return Async(config) if config.kind == "async" else Synchronous(config)
+    unit: Unit
+    max_staleness: int | None
+    strategy: Strategy
+    batch: int
+    refresh_budget: int
+
+
+ON_POLICY = ("synchronous", "tail_batching", "divided", "stream")
+"""Kinds that train on responses of the current weights only."""
+
+UNLIMITED = (1 << 31) - 1
+
+
+def ledger_options(config: ScheduleConfig) -> LedgerOptions:
+    """The keyword arguments for the ledger that this schedule runs on."""
+    paced = config.off_policy_strategy == "paced"
+    bound = 0 if config.kind in ON_POLICY else config.max_staleness
+    budget = (
+        UNLIMITED if config.kind == "sorted" else 2
+    )  # there the end of a load keeps everybody from starving
+    return {
+        "unit": config.unit,
+        "max_staleness": None if paced else bound,
+        "strategy": "refresh" if config.off_policy_strategy == "paced" else config.off_policy_strategy,
+        "batch": config.prompts * config.samples,
+        "refresh_budget": config.refresh_budget if config.refresh_budget is not None else budget,
+    }
+
+
+def make_schedule(config: ScheduleConfig, lengths: LengthHistory | None = None) -> Schedule:
+    """The schedule that the configuration names; `lengths` is what it predicts by, none: nothing known yet."""
+    lengths = lengths or LengthHistory()
+    match config.kind:
+        case "synchronous":
+            from stretto.schedule.synchronous import Synchronous
+
+            return Synchronous(config, lengths)
+        case "async":
+            from stretto.schedule.asynchronous import Async
+
+            return Async(config, lengths)
+        case "sorted":
+            from stretto.schedule.sorted import Sorted
+
+            return Sorted(config)
+        case "tail_batching":
+            from stretto.schedule.tail_batching import TailBatching
+
+            return TailBatching(config)
+        case "concurrency":
+            from stretto.schedule.concurrency import Concurrency
+
+            return Concurrency(config)
+        case "stream":
+            from stretto.schedule.stream import Stream
+
+            return Stream(config, lengths)
+        case "histopipe":
+            from stretto.schedule.histopipe import HistoPipe
+
+            return HistoPipe(config, lengths)
+        case "divided":
+            from stretto.schedule.divided import Divided
+
+            return Divided(config)
+        case "elastic":
+            from stretto.schedule.elastic import Elastic
+
+            return Elastic(config)
+    raise StrettoError(f'schedule.kind = "{config.kind}" is not there yet; use "synchronous" or "async"')

@@ -49,10 +49,12 @@ class Grader:
         ended = [r for r in rollouts if r.outcome != State.WAITING]
         if turns:
             self._workers.submit_turns(
-                [TurnJob(r.request_id, self._text(r), r.prompt.data, r.turn) for r in turns], self._answer
+                [TurnJob(r.request_id, self._text(r), r.prompt.data, r.turn, r.attempt) for r in turns],
+                self._answer,
             )
         self._workers.submit(
-            [Job(r.request_id, self._text(r), r.token_ids, r.prompt.data) for r in ended], self._answer
+            [Job(r.request_id, self._text(r), r.token_ids, r.prompt.data, r.attempt) for r in ended],
+            self._answer,
         )
 
     def _text(self, rollout: Rollout) -> str:

@@ -1,47 +1,34 @@
 """The inside of a reward worker process: jobs in, scores out, until the parent closes the channel.
 
 The parent sends pickles (its own, over a socket pair that nobody else holds); the worker answers in JSON, so that
-nothing a user's function does here can make the parent unpickle. Frames are an 8-byte length and the payload.
+nothing a user's function does here can make the parent unpickle.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
-import os
 import pickle
 import queue
-import signal
-import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from stretto.errors import StrettoError
+from stretto.spawn import connect
 from stretto.tasks.calls import Failure, guarded
 from stretto.tasks.imports import last_line
 from stretto.tasks.rewards import RewardSpec, Sample, Scorer, SplitBatch
 
-HEADER = 8  # bytes of a frame's length
 STDERR = 2
 
 
-def pack(payload: bytes) -> bytes:
-    return len(payload).to_bytes(HEADER, "big") + payload
-
-
 def main(descriptor: int) -> None:
-    """Serve on the socket `descriptor`. Ctrl-C in the terminal is the parent's business, so SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(descriptor, False)
-    channel = socket.socket(fileno=descriptor)
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=receive, args=(channel, inbox), daemon=True).start()
+    """Serve on the socket `descriptor`, until the parent closes it."""
+    send_bytes, inbox = connect(descriptor)
 
     def send(message: dict[str, Any]) -> None:
-        channel.sendall(pack(json.dumps(message).encode()))
+        send_bytes(json.dumps(message).encode())
 
     try:
         spec, timeout = pickle.loads(inbox.get())  # noqa: S301 -- from our own parent
@@ -51,19 +38,6 @@ def main(descriptor: int) -> None:
         return
     send({"ready": True, "batched": scorer.batched})
     Worker(spec, scorer, timeout, send).run(inbox)
-
-
-def receive(channel: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Put frames into `inbox`. When the parent is gone, end this process and all that it has started."""
-    with (
-        contextlib.suppress(OSError),
-        channel.makefile("rb") as stream,
-    ):  # a killed parent may reset the connection
-        while len(header := stream.read(HEADER)) == HEADER:
-            inbox.put(stream.read(int.from_bytes(header, "big")))
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
 
 
 class Worker:

@@ -50,6 +50,7 @@ class Job:
     completion: str  # everything after the prompt
     token_ids: IntArray | Sequence[int]  # (N,)
     row: Row
+    attempt: int = 0  # of the response; the answer carries it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class TurnJob:
     completion: str
     row: Row
     turn: int  # from 0
+    attempt: int = 0
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class RewardWorkers:
         self.counts: Counter[str] = Counter()  # since the last `metrics()`
         self.totals: Counter[str] = Counter()
         self.reasons: set[str] = set()  # of failed rewards, that were said
-        self.failed_turns: dict[tuple[Post, int], Failure] = {}
+        self.failed_turns: dict[tuple[Post, int, int], Failure] = {}
         self.processes: dict[int, WorkerProcess] = {}
         started: list[Future[None]] = [Future() for _ in range(self.size)]
         self.threads = [
@@ -134,7 +136,7 @@ class RewardWorkers:
         """Score these; the events go to `post` where another target than the pool's own is meant (evaluation)."""
         target = post or self.post
         for job in jobs:
-            failure = self.failed_turns.pop((target, job.id), None)
+            failure = self.failed_turns.pop((target, job.id, job.attempt), None)
             if failure is not None:
                 self.answer(Waiting(-1, job, target, True), failure)
             else:
@@ -201,8 +203,8 @@ class RewardWorkers:
                 raise StrettoError("reward workers: closed")
             process = self.processes[index] = WorkerProcess(self.show)
         try:
-            process.send(self.payload, START_TIMEOUT)
-            reply = process.receive(time.monotonic() + START_TIMEOUT)
+            process.hand_over(self.payload, START_TIMEOUT)
+            reply = process.answer(time.monotonic() + START_TIMEOUT)
         except WorkerLost as lost:
             reply = {"failed": f"reward.functions: while it imported the reward functions, {lost}"}
         if reply is None:
@@ -265,9 +267,9 @@ class RewardWorkers:
         call = "taking the job over"
         until = time.monotonic() + self.timeout + GRACE
         try:
-            process.send(message, self.timeout)
+            process.hand_over(message, self.timeout)
             while waiting:
-                reply = process.receive(until)
+                reply = process.answer(until)
                 if reply is None:
                     return Failure("timeout", f"{call} took more than {self.timeout:g} s{process.stuck_at()}")
                 if "call" in reply:
@@ -327,24 +329,23 @@ class RewardWorkers:
         elif isinstance(item.job, TurnJob):
             text = reply["text"]
             token_ids = np.asarray(self.encode(text) if text is not None and self.encode else (), np.int64)
-            item.post(Observed(item.job.id, token_ids, done=text is None))
+            item.post(Observed(item.job.id, item.job.attempt, token_ids, done=text is None))
         else:
             self.count(status)
             if status != "ok":
                 self.explain(status, str(reply["message"]))
-            item.post(
-                Scored(item.job.id, float(reply["reward"]), status, reply["parts"], str(reply["message"]))
-            )
+            said = (float(reply["reward"]), status, reply["parts"], str(reply["message"]))
+            item.post(Scored(item.job.id, item.job.attempt, *said))
 
     def answer(self, item: Waiting, failure: Failure) -> None:
         """Post that there is no reward for this job, and why. A failed turn says it when it is scored."""
         if isinstance(item.job, TurnJob):
-            self.failed_turns[item.post, item.job.id] = failure
-            item.post(Observed(item.job.id, np.empty(0, np.int64), done=True))
+            self.failed_turns[item.post, item.job.id, item.job.attempt] = failure
+            item.post(Observed(item.job.id, item.job.attempt, np.empty(0, np.int64), done=True))
         else:
             self.count(failure.status)
             self.explain(failure.status, failure.message)
-            item.post(Scored(item.job.id, math.nan, failure.status, {}, failure.message))
+            item.post(Scored(item.job.id, item.job.attempt, math.nan, failure.status, {}, failure.message))
 
     def count(self, name: str, by: int = 1) -> int:
         with self.changed:

@@ -1,0 +1,269 @@
+"""The responses in a simulated engine's slots, and how time passes for them.
+
+All of them advance one step at a time together, so what happens next is the smallest of their last steps, kept in a
+heap. A step takes `base + per_token * V + per_context * C` seconds with V tokens computed and C entries of K/V read; C
+grows by the same amount each step, so the time of n steps is a quadratic in n and nothing is done in between.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import ceil, sqrt
+
+from stretto.engine.responses import NOT_ENDED, Response, Span, kept_prefix
+from stretto.records import Event, Finished, FinishReason, Request, Stopped
+
+COUNTERS = (
+    "steps",
+    "decode_tokens",
+    "decode_steps",
+    "drafted_tokens",
+    "prefill_tokens",
+    "recomputed_tokens",
+    "reverified_tokens",
+    "reverified_kept",
+    "preemptions",
+    "busy_slot_seconds",
+    "step_seconds",
+    "sync_seconds",
+    "available_slot_seconds",
+    "up_seconds",
+)
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of one step: `base`, for each token computed in it, for each K/V entry read, for each token prefilled.
+
+    Prefill is also what recomputed K/V and the one pass over a dropped response's old tokens cost.
+    """
+
+    base: float = 0.01
+    per_token: float = 0.001
+    per_context: float = 0.0
+    per_prefill: float = 0.0
+
+
+class Decoding:
+    """What an engine is made of, without commands and clock (`SimulatedEngine` says what the arguments mean).
+
+    `_boundary` is when the last step made ends; nothing here looks at what time it is.
+    """
+
+    def __init__(
+        self,
+        length: Callable[[Request], int],
+        worker: int,
+        slots: int,
+        cost: StepCost,
+        kv_tokens: int | None,
+        speed: Callable[[Request], float] | None,
+        nodes: Callable[[Request], float] | None,
+        agreement: float,
+        spans: list[Span] | None,
+    ) -> None:
+        self.length = length
+        self.worker = worker
+        self.slots = slots
+        self.version = 0
+        self.cost = cost
+        self.kv_tokens = kv_tokens
+        self.speed = speed
+        self.nodes = nodes
+        self.agreement = agreement
+        self.spans = spans
+        self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self._boundary = 0.0  # perhaps a little in the future
+        self._step_end = 0.0  # likewise, without the waiting for weights or the trainer after it
+        self._stepping = 0  # responses in that step
+        self._clear()
+
+    def _clear(self) -> None:
+        # Both by (id, attempt): of a worker that was thought dead an old attempt may still be here.
+        self._queue: OrderedDict[tuple[int, int], Response] = OrderedDict()
+        self._running: dict[tuple[int, int], Response] = {}  # in order of entering
+        self._groups: dict[int, int] = {}  # group -> members running: its prompt is held once
+        self._begun: set[int] = set()  # groups whose prompt the next step computes, by their first member
+        self._ends: list[tuple[int, int, Response]] = []  # heap of (last step, serial, response)
+        self._free = list(range(self.slots - 1, -1, -1))
+        self._step = self._target = self._serial = 0
+        self._context = 0.0  # K/V entries held
+        self._rate = self._drafted = 0.0  # tokens, and nodes verified, per step, all together
+        # Seconds of the next step without prefill, and by how much each later one takes longer.
+        self._first = self._growth = 0.0
+        self._extra = 0.0  # seconds that the next step takes longer: prefill
+        self._reports: list[tuple[int, int, int]] = []  # id, attempt, new tokens
+        self._events: list[Event] = []
+
+    # ---- steps --------------------------------------------------------------------------------------
+
+    def _aim(self) -> float:
+        """Plan to go on until a response ends, or memory is full; returns when that will be. Something must run."""
+        ends, cost, running = self._ends, self.cost, len(self._running)
+        while ends[0][1] != ends[0][2].serial:
+            heappop(ends)
+        steps = max(1, ends[0][0] - self._step)
+        if self.kv_tokens is not None and running > 1:
+            room = int((self.kv_tokens - self._context) / self._rate)
+            if room < steps:
+                steps = max(1, room)
+        self._target = self._step + steps
+        first = cost.base + cost.per_token * (running + self._drafted) + cost.per_context * self._context
+        growth = cost.per_context * self._rate
+        self._first, self._growth = first, growth
+        return self._boundary + self._extra + steps * (first + 0.5 * growth * (steps - 1))
+
+    def _steps_until(self, when: float) -> int:
+        """How many steps until one ends at `when` or later; at most as many as were planned."""
+        left = when - self._boundary - self._extra
+        half = self._first - 0.5 * self._growth
+        steps = 1
+        if left > 0:
+            steps = ceil(2.0 * left / (half + sqrt(half * half + 2.0 * self._growth * left)) - 1e-9)
+        return min(max(1, steps), self._target - self._step)
+
+    def _advance(self, steps: int) -> None:
+        if steps <= 0:
+            return
+        seconds = self._extra + steps * (self._first + 0.5 * self._growth * (steps - 1))
+        self._begun.clear()
+        running = len(self._running)
+        emitted = steps * self._rate
+        self._extra = 0.0
+        self._first += steps * self._growth
+        self._step += steps
+        self._context += emitted
+        self._boundary += seconds
+        self._step_end, self._stepping = self._boundary, running
+        counters = self._counters
+        counters["steps"] += steps
+        counters["decode_steps"] += steps * running
+        counters["decode_tokens"] += emitted
+        counters["drafted_tokens"] += steps * self._drafted
+        counters["step_seconds"] += seconds
+        counters["busy_slot_seconds"] += seconds * running
+
+    # ---- responses ----------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._queue and self._free:
+            response = next(iter(self._queue.values()))
+            request = response.request
+            prompt = 0 if request.group in self._groups else len(request.prompt_ids)
+            needed = self._context + self._rate + prompt + response.held + 1
+            if self.kv_tokens is not None and self._running and needed > 0.99 * self.kv_tokens:
+                return
+            self._queue.popitem(last=False)
+            if prompt:
+                self._begun.add(request.group)
+            else:
+                response.late = request.group in self._begun
+            before = self._extra
+            self._prefill(prompt + response.held, "prefill_tokens")
+            if not response.limit:
+                self._decide(response)
+            response.held = min(response.held + 1, response.limit)  # the first step's
+            response.extra = self._extra - before
+            self._enter(response, prompt)
+
+    def _decide(self, response: Response) -> None:
+        """How long it will be, and how much of its old tokens is sampled again."""
+        request = response.request
+        whole, most = self.length(request), request.sampling.max_new_tokens
+        response.limit = max(response.held, min(whole, most))  # it may have been stopped with its last token
+        response.reason = STOP if whole <= most else LENGTH
+        if self.speed is not None:
+            response.speed = self.speed(request)
+        if self.nodes is not None:
+            response.nodes = self.nodes(request)
+        old = len(request.draft_ids) - response.held
+        if old > 0 and self.agreement > 0.0:
+            self._prefill(old, "reverified_tokens")
+            most = max(0, min(old, response.limit - response.held - 1))
+            kept = kept_prefix(self.agreement, request.key, self.version, most)
+            response.held += kept
+            self._counters["reverified_kept"] += kept
+        chunk = request.max_new
+        if chunk is not None and response.reported + chunk < response.limit:
+            response.limit, response.reason = response.reported + chunk, NOT_ENDED
+            response.held = min(response.held, response.limit - 1)
+
+    def _enter(self, response: Response, prompt: int) -> None:
+        request = response.request
+        response.entered = self._step + response.late
+        response.slot = self._free.pop()
+        response.since = self._boundary
+        self._running[request.id, request.attempt] = response
+        self._groups[request.group] = self._groups.get(request.group, 0) + 1
+        self._context += prompt + response.held - response.late * response.speed
+        self._rate += response.speed
+        self._drafted += response.nodes
+        last = response.entered + 1 + ceil((response.limit - response.held) / response.speed - 1e-9)
+        self._serial += 1
+        response.serial = self._serial
+        heappush(self._ends, (last, self._serial, response))
+
+    def _leave(self, response: Response, why: str) -> None:
+        request = response.request
+        del self._running[request.id, request.attempt]
+        response.serial = 0
+        self._free.append(response.slot)
+        left = self._groups.pop(request.group) - 1
+        if left:
+            self._groups[request.group] = left
+        if response.entered - response.late == self._step:  # its first step was never made
+            self._extra -= response.extra
+        if not self._running:
+            self._context = self._rate = self._drafted = 0.0
+        else:
+            own = response.held + response.speed * (self._step - response.entered)
+            self._context -= own + (0 if left else len(request.prompt_ids))
+            self._rate -= response.speed
+            self._drafted -= response.nodes
+        if self.spans is not None:
+            tokens = response.tokens(self._step)
+            self.spans.append(
+                Span(self.worker, response.slot, response.since, self._boundary, request.id, tokens, why)
+            )
+
+    def _release_due(self) -> None:
+        while self._ends and self._ends[0][0] <= self._step:
+            _, serial, response = heappop(self._ends)
+            if serial != response.serial:
+                continue
+            request = response.request
+            self._report(response)
+            self._leave(response, response.reason or "stopped")
+            if response.reason:
+                self._events.append(Finished(self.worker, request.id, request.attempt, response.reason))
+            else:
+                self._events.append(Stopped(self.worker, request.id, request.attempt))
+
+    def _preempt(self) -> None:
+        """Where the next step's K/V would not fit, the newest responses wait and are recomputed."""
+        assert self.kv_tokens is not None
+        while len(self._running) > 1 and self._context + self._rate > self.kv_tokens:
+            response = next(reversed(self._running.values()))
+            tokens = response.tokens(self._step)
+            self._report(response)
+            self._leave(response, "preempted")
+            response.held = tokens
+            name = response.request.id, response.request.attempt
+            self._queue[name] = response
+            self._queue.move_to_end(name, last=False)
+            self._counters["preemptions"] += 1
+
+    def _prefill(self, tokens: float, kind: str) -> None:
+        self._counters[kind] += tokens
+        self._extra += self.cost.per_prefill * tokens
+
+    def _report(self, response: Response) -> None:
+        tokens = response.tokens(self._step)
+        if tokens > response.reported:
+            request = response.request
+            self._reports.append((request.id, request.attempt, tokens - response.reported))
+            response.reported = tokens

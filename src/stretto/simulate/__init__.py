@@ -1,0 +1,1 @@
+"""`stretto simulate`: the real controller, ledger and schedules in a simulated cluster."""

@@ -1,0 +1,266 @@
+"""Which prompts come and how long their responses are: from a distribution, a trace of lengths, or a recorded run.
+
+With a distribution, lengths have its marginal exactly and are tied together by normal scores (a Gaussian copula):
+z = sqrt(share) z_prompt + sqrt(1 - share) z_response, length = quantile(Phi(z)). `share` is how much of the variation
+belongs to the prompt, `stability` how much of the prompt's part stays from visit to visit. z_response is a function of
+the response's key, so that a restarted response has the same length, as with keyed sampling.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import sqrt
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from stretto.columns import unknown_ids
+from stretto.engine.responses import uniform
+from stretto.errors import StrettoError
+from stretto.records import IntArray, Prompt, Request, Rollout
+
+NORMAL = NormalDist()
+OUTPUT_COLUMNS = ("output_length", "output_tokens", "GeneratedTokens", "response_length", "length")
+CELLS = 8192  # of the table of quantiles
+_STUCK = 1 << 40  # tokens: only the limit ends such a response
+
+
+class Quantiles:
+    """A distribution of lengths as a table: the length at (i + 1/2) / CELLS."""
+
+    def __init__(self, table: IntArray) -> None:
+        self.table: list[int] = table.tolist()
+
+    @classmethod
+    def lognormal(cls, median: float, sigma: float) -> Quantiles:
+        """Lengths whose logarithm is normal."""
+        z = [NORMAL.inv_cdf((i + 0.5) / CELLS) for i in range(CELLS)]
+        return cls(np.maximum(1, np.round(median * np.exp(sigma * np.array(z)))).astype(np.int64))
+
+    @classmethod
+    def weighted(cls, lengths: Sequence[float], weights: Sequence[float] | None = None) -> Quantiles:
+        """An empirical distribution. Raises StrettoError if it has no weight."""
+        values = np.asarray(lengths, np.float64)
+        shares = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
+        if not len(values) or not shares.sum() > 0:
+            raise StrettoError("no lengths: the distribution is empty")
+        order = np.argsort(values, kind="stable")
+        upto = np.cumsum(shares[order]) / shares.sum()
+        at = np.searchsorted(upto, (np.arange(CELLS) + 0.5) / CELLS)
+        return cls(np.maximum(1, values[order][np.minimum(at, len(values) - 1)]).astype(np.int64))
+
+    def __call__(self, score: float) -> int:
+        """The length at a normal score."""
+        return self.table[int(NORMAL.cdf(score) * (CELLS - 1e-9))]
+
+    def scaled(self, factor: float) -> Quantiles:
+        """All lengths times `factor`."""
+        return Quantiles(np.maximum(1, np.round(factor * np.array(self.table))).astype(np.int64))
+
+
+def read_trace(path: Path) -> Quantiles:
+    """Lengths of a trace: .jsonl or .csv, may be gzipped. A line has one response's length, or a histogram
+    {length: probability} with the rate at which its client sends (`mean_rate_per_s`).
+
+    Raises StrettoError: no such file, or a line without a length.
+    """
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise StrettoError(f"{path}: cannot be read: {error}") from None
+    rows: Iterable[Mapping[str, Any]]
+    rows = csv.DictReader(io.StringIO(text)) if ".csv" in path.suffixes else _json_lines(text, path)
+    values: list[float] = []
+    weights: list[float] = []
+    for number, row in enumerate(rows, start=1):
+        column = next((c for c in OUTPUT_COLUMNS if c in row), None)
+        if column is None:
+            raise StrettoError(
+                f"{path}: row {number} has none of the columns {', '.join(OUTPUT_COLUMNS)}; it has {', '.join(row)}"
+            )
+        found = row[column]
+        if isinstance(found, dict):
+            rate = float(row.get("mean_rate_per_s", 1.0))
+            values += [float(length) for length in found]
+            weights += [rate * float(share) for share in found.values()]
+        else:
+            values.append(float(found))
+            weights.append(1.0)
+    return Quantiles.weighted(values, weights)
+
+
+def _json_lines(text: str, path: Path) -> Iterable[Mapping[str, Any]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise StrettoError(f"{path}:{number}: not valid JSON: {error}") from None
+
+
+class Drawn:
+    """Prompts 0, 1, 2 ... of `rows`, again and again, with lengths from a distribution.
+
+    Args:
+        stuck: share of responses that do not end before their limit.
+        cap: the limit of new tokens.
+    """
+
+    def __init__(
+        self,
+        quantiles: Quantiles,
+        *,
+        rows: int,
+        prompt_tokens: int = 0,
+        share: float = 0.5,
+        stability: float = 1.0,
+        stuck: float = 0.0,
+        cap: int = _STUCK,
+        seed: int = 0,
+    ) -> None:
+        self.quantiles, self.cap = quantiles, cap
+        self.rows, self.share, self.stability, self.stuck = rows, share, stability, stuck
+        self.prompt_ids = np.zeros(prompt_tokens, np.int64)
+        self.random = np.random.default_rng(seed)
+        self.own = self.random.standard_normal(rows)  # z_prompt, its lasting part
+        self.easy = self.random.random(rows)
+        self.scores: list[float] = []  # group -> sqrt(share) z_prompt
+        self.visits: list[int] = []  # group -> visit
+        self.prompts = [Prompt(row, f"{row:x}", 0, self.prompt_ids, {}) for row in range(rows)]
+        self._rest = sqrt(1.0 - share)
+
+    def next(self, count: int) -> list[tuple[Prompt, int]]:
+        """The next groups, in the order in which the ledger numbers them."""
+        first = len(self.scores)
+        rows = np.arange(first, first + count) % self.rows
+        fresh = self.random.standard_normal(count)
+        z = sqrt(self.stability) * self.own[rows] + sqrt(1.0 - self.stability) * fresh
+        self.scores += (sqrt(self.share) * z).tolist()
+        visits = [(first + i) // self.rows for i in range(count)]
+        self.visits += visits
+        return [(self.prompts[row], visit) for row, visit in zip(rows.tolist(), visits, strict=True)]
+
+    def length(self, request: Request) -> int:
+        """The whole response's."""
+        if self.stuck and uniform(request.key, 1) < self.stuck:
+            return _STUCK
+        z = self.scores[request.group] + self._rest * NORMAL.inv_cdf(uniform(request.key, 0))
+        return self.quantiles(z)
+
+    def visit(self, group: int) -> int:
+        """Which visit of its row a group is."""
+        return self.visits[group]
+
+    def drafts(self, request: Request) -> tuple[float, float] | None:
+        """Not known: the scenario says how many tokens a step gives."""
+        del request
+        return None
+
+    def earlier(self, samples: int, visit: int) -> Iterator[Rollout]:
+        """Every prompt's responses at a visit before the first (negative)."""
+        fresh = self.random.standard_normal((self.rows, 1 + samples))
+        z = sqrt(self.stability) * self.own + sqrt(1.0 - self.stability) * fresh[:, 0]
+        scores = sqrt(self.share) * z[:, None] + self._rest * fresh[:, 1:]
+        for prompt, row in zip(self.prompts, scores.tolist(), strict=True):
+            for i, score in enumerate(row):
+                yield _ended(prompt, i, visit, min(self.quantiles(score), self.cap))
+
+    def reward(self, row: int, key: int) -> float:
+        """0 or 1."""
+        return float(uniform(key, 2) < self.easy[row])
+
+
+class Recorded:
+    """The prompts of a recorded run in its order, each response as long as it was.
+
+    A response that the run did not make (a later visit, more samples, another seed) is as long as one of its prompt's,
+    which its key chooses. What was unfinished at the newest checkpoint is at least as long as it was then.
+    """
+
+    def __init__(self, run: Path) -> None:
+        from stretto.history.log import read_rollouts
+
+        files = sorted((run / "rollouts").glob("*.parquet"))
+        if not files:
+            raise StrettoError(f"{run}: no run with a log: rollouts/ has no files")
+        self.by_key: dict[int, int] = {}
+        self.by_row: dict[int, list[int]] = {}
+        self.rewards: dict[int, float] = {}
+        self.drafted: dict[int, tuple[float, float]] = {}
+        groups: dict[int, tuple[Prompt, int]] = {}
+        for rollout in (r for file in files for r in read_rollouts(file)):
+            tokens = len(rollout.token_ids)
+            self.by_key[rollout.key] = tokens
+            steps = max(1, tokens - rollout.accepted)
+            # A simulated response's first step gives one token.
+            self.drafted[rollout.key] = max(1.0, (tokens - 1) / max(1, steps - 1)), rollout.drafted / steps
+            self.by_row.setdefault(rollout.prompt.row, []).append(tokens)
+            self.rewards[rollout.key] = rollout.reward
+            groups[rollout.group_id] = (rollout.prompt, rollout.visit)
+        self.unfinished: dict[int, int] = {}
+        for file in sorted((run / "in_flight").glob("*.parquet"))[-1:]:
+            for rollout in read_rollouts(file):
+                groups[rollout.group_id] = (rollout.prompt, rollout.visit)
+                if rollout.key not in self.by_key:
+                    self.unfinished[rollout.key] = len(rollout.token_ids)
+        self.order = [groups[group] for group in sorted(groups)]
+        self.rows = len(self.by_row)
+        self.taken: list[tuple[Prompt, int]] = []
+
+    def next(self, count: int) -> list[tuple[Prompt, int]]:
+        """The next groups; after the run's last the first again, as later visits."""
+        first, size = len(self.taken), len(self.order)
+        most = 1 + max(visit for _, visit in self.order)
+        for i in range(first, first + count):
+            prompt, visit = self.order[i % size]
+            self.taken.append((prompt, visit + most * (i // size)))
+        return self.taken[first:]
+
+    def length(self, request: Request) -> int:
+        """The whole response's."""
+        known = self.by_key.get(request.key)
+        if known is not None:
+            return known
+        had = self.unfinished.get(request.key, 0)
+        lengths = [n for n in self.by_row.get(self.taken[request.group][0].row, []) if n > had]
+        # With nothing to go by, as long again.
+        return lengths[int(uniform(request.key, 0) * len(lengths))] if lengths else max(1, 2 * had)
+
+    def visit(self, group: int) -> int:
+        """Which visit of its row a group is."""
+        return self.taken[group][1]
+
+    def drafts(self, request: Request) -> tuple[float, float] | None:
+        """Tokens and nodes per step that the response had; None for one that the run did not make."""
+        return self.drafted.get(request.key)
+
+    def earlier(self, samples: int, visit: int) -> Iterator[Rollout]:
+        """Every prompt's responses at a visit before the first, as long as recorded ones."""
+        prompts = {prompt.row: prompt for prompt, _ in self.order}
+        for row, lengths in self.by_row.items():
+            for i in range(samples):
+                yield _ended(prompts[row], i, visit, lengths[i % len(lengths)])
+
+    def reward(self, row: int, key: int) -> float:
+        """As recorded; 0 for a response that was not."""
+        del row
+        return self.rewards.get(key, 0.0)
+
+
+def _ended(prompt: Prompt, sample_index: int, visit: int, tokens: int) -> Rollout:
+    """A response of which only the length is known."""
+    ids = unknown_ids(tokens)
+    zeros = np.broadcast_to(0.0, (tokens,))
+    return Rollout(
+        -1, -1, prompt, sample_index, visit, 0, ids, zeros, zeros, ids, np.broadcast_to(True, (tokens,))
+    )
+
+
+Workload = Drawn | Recorded

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.history.log import write_rollouts
+from stretto.records import FinishReason, Prompt, Request, Rollout, SamplingParams, State
+from stretto.simulate.workload import Drawn, Quantiles, Recorded, read_trace
+
+
+def request(group: int, key: int) -> Request:
+    none = np.zeros(0, np.int64)
+    return Request(key, 1, group, none, none, 0, key, SamplingParams(), draft_ids=none)
+
+
+class TestDistribution:
+    def test_lognormal_has_its_median_and_spread(self) -> None:
+        table = np.log(Quantiles.lognormal(1000.0, 0.7).table)
+        assert np.median(table) == pytest.approx(np.log(1000.0), abs=0.01)
+        assert table.std() == pytest.approx(0.7, rel=0.01)
+
+    def test_empirical_keeps_shares(self) -> None:
+        table = Quantiles.weighted([10, 20, 500], [0.5, 0.4, 0.1]).table
+        shares = [table.count(length) / len(table) for length in (10, 20, 500)]
+        assert shares == pytest.approx([0.5, 0.4, 0.1], abs=2 / len(table))
+
+    def test_scaled(self) -> None:
+        assert Quantiles.weighted([10.0]).scaled(2.5)(0.0) == 25
+
+    def test_nothing_is_refused(self) -> None:
+        with pytest.raises(StrettoError, match="no lengths"):
+            Quantiles.weighted([])
+
+
+def drawn(**values: float) -> Drawn:
+    return Drawn(Quantiles.lognormal(1000.0, 1.0), rows=400, seed=1, **values)  # type: ignore[arg-type]
+
+
+def logs(workload: Drawn, visits: int, samples: int) -> np.ndarray:
+    """Log lengths (visits, rows, samples)."""
+    workload.next(visits * workload.rows)
+    lengths = [
+        [workload.length(request(group, 1 + i + samples * group)) for i in range(samples)]
+        for group in range(visits * workload.rows)
+    ]
+    return np.log(np.array(lengths, np.float64)).reshape(visits, workload.rows, samples)
+
+
+class TestDrawn:
+    def test_variance_is_split_between_prompt_and_response(self) -> None:
+        """Intraclass correlation over 400 prompts x 20: standard error about 0.025, so 4 of them."""
+        found = logs(drawn(share=0.6), 1, 20)[0]
+        within = found.var(axis=1, ddof=1).mean()
+        between = found.mean(axis=1).var(ddof=1) - within / 20
+        assert between / (between + within) == pytest.approx(0.6, abs=0.1)
+
+    @pytest.mark.parametrize(
+        ("stability", "least", "most"), [(1.0, 0.97, 1.0), (0.5, 0.35, 0.65), (0.0, -0.2, 0.2)]
+    )
+    def test_prompts_keep_their_place_over_visits(self, stability: float, least: float, most: float) -> None:
+        """Correlation of the prompts' means: 0.5 has a standard error of 0.04 over 400 prompts."""
+        means = logs(drawn(share=0.9, stability=stability), 2, 10).mean(axis=2)
+        assert least <= np.corrcoef(means)[0, 1] <= most
+
+    def test_a_length_is_its_keys(self) -> None:
+        workload = drawn()
+        workload.next(3)
+        assert workload.length(request(1, 77)) == workload.length(request(1, 77))
+        assert len({workload.length(request(1, key)) for key in range(20)}) > 10
+
+    def test_visits_are_counted(self) -> None:
+        workload = drawn()
+        pairs = workload.next(900)
+        assert [pairs[i][1] for i in (0, 399, 400, 899)] == [0, 0, 1, 2]
+        assert (workload.visit(0), workload.visit(899)) == (0, 2)
+
+    def test_some_are_stuck(self) -> None:
+        """Binomial(2000, 0.1): sd 13."""
+        workload = drawn(stuck=0.1)
+        workload.next(1)
+        stuck = sum(workload.length(request(0, key)) > 10**9 for key in range(2000))
+        assert 200 - 60 < stuck < 200 + 60
+
+    def test_earlier_visits_are_like_later_ones(self) -> None:
+        workload = drawn(share=0.9)
+        earlier = list(workload.earlier(4, -1))
+        assert len(earlier) == 1600
+        assert {r.visit for r in earlier} == {-1}
+        before = np.log([r.token_ids.size for r in earlier]).reshape(400, 4).mean(axis=1)
+        after = logs(workload, 1, 4)[0].mean(axis=1)
+        assert np.corrcoef(before, after)[0, 1] > 0.9
+
+
+class TestTrace:
+    def test_one_length_a_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.jsonl.gz"
+        path.write_bytes(gzip.compress(b'{"output_length": 5}\n\n{"output_length": 9}\n'))
+        assert set(read_trace(path).table) == {5, 9}
+
+    def test_histograms_weighted_by_rate(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.jsonl"
+        lines = [
+            {"mean_rate_per_s": 3.0, "output_tokens": {"5": 1.0}},
+            {"mean_rate_per_s": 1.0, "output_tokens": {"9": 1.0}},
+        ]
+        path.write_text("\n".join(json.dumps(line) for line in lines))
+        table = read_trace(path).table
+        assert table.count(5) / len(table) == pytest.approx(0.75, abs=0.001)
+
+    def test_columns(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.csv"
+        path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,44\n")
+        assert set(read_trace(path).table) == {44}
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [('{"words": 3}', "row 1 has none of the columns"), ("{", "not valid JSON"), ("", "no lengths")],
+    )
+    def test_what_is_no_trace(self, tmp_path: Path, text: str, said: str) -> None:
+        path = tmp_path / "t.jsonl"
+        path.write_text(text)
+        with pytest.raises(StrettoError, match=said):
+            read_trace(path)
+        with pytest.raises(StrettoError, match="cannot be read"):
+            read_trace(tmp_path / "other.jsonl")
+
+
+class TestRecorded:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        (tmp_path / "rollouts").mkdir()
+        rollouts = [self.rollout(row, sample) for row in (3, 5) for sample in (0, 1)]
+        write_rollouts(tmp_path / "rollouts" / "step-000001.parquet", rollouts, step=1)
+        return tmp_path
+
+    def rollout(self, row: int, sample: int) -> Rollout:
+        tokens = 10 * row + sample
+        ids = np.zeros(tokens, np.int64)
+        zeros, mask = np.zeros(tokens), np.ones(tokens, np.bool_)
+        prompt = Prompt(row, f"{row:032x}", 0, np.array([row]), {})
+        key = 100 * row + sample
+        return Rollout(
+            key, row, prompt, sample, 0, key, ids, zeros, zeros, ids, mask,
+            reward=float(sample), finish_reason=FinishReason.STOP, outcome=State.CONSUMED,
+        )  # fmt: skip
+
+    def test_replays_the_runs_prompts_and_lengths(self, run: Path) -> None:
+        workload = Recorded(run)
+        assert [(p.row, visit) for p, visit in workload.next(3)] == [(3, 0), (5, 0), (3, 1)]
+        assert workload.length(request(1, 501)) == 51
+        assert workload.reward(5, 501) == 1.0
+
+    def test_what_the_run_did_not_make_is_like_what_it_made(self, run: Path) -> None:
+        workload = Recorded(run)
+        workload.next(2)
+        assert {workload.length(request(0, key)) for key in range(1000, 1050)} == {30, 31}
+
+    def test_a_response_has_the_tokens_per_step_that_it_had(self, run: Path) -> None:
+        drafted = self.rollout(7, 0)
+        drafted.accepted, drafted.drafted = 42, 56  # of 70 tokens: 28 steps
+        write_rollouts(run / "rollouts" / "step-000002.parquet", [drafted], step=2)
+        workload = Recorded(run)
+        found = [workload.drafts(request(0, key)) for key in (700, 300, 999)]
+        assert found == [
+            (pytest.approx(69 / 27), 2.0),
+            (1.0, 0.0),
+            None,
+        ]  # after the first one's single token
+
+    def test_what_was_unfinished_is_longer_than_it_was(self, run: Path) -> None:
+        (run / "in_flight").mkdir()
+        some, more = self.rollout(3, 0), self.rollout(9, 0)
+        some.key, more.key = 31, 32
+        for number, rollouts in ((1, [self.rollout(8, 0)]), (2, [some, more, self.rollout(5, 1)])):
+            write_rollouts(run / "in_flight" / f"step-00000{number}.parquet", rollouts, step=number)
+        workload = Recorded(run)
+        assert [p.row for p, _ in workload.next(3)] == [3, 5, 9]  # also those with nothing finished
+        assert [workload.length(request(0, 31)), workload.length(request(2, 32))] == [31, 180]
+        assert workload.length(request(1, 501)) == 51  # finished
+
+    def test_earlier_visits(self, run: Path) -> None:
+        assert [r.token_ids.size for r in Recorded(run).earlier(2, -1)] == [30, 31, 50, 51]
+
+    def test_a_folder_that_is_no_run(self, tmp_path: Path) -> None:
+        with pytest.raises(StrettoError, match="no run with a log"):
+            Recorded(tmp_path / "nowhere")

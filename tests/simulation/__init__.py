@@ -1,0 +1,1 @@
+"""Deterministic simulation testing: from a seed, a random world; invariants after every event."""
