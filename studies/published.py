@@ -142,7 +142,7 @@ def _row(name: str, published: dict[str, Any], found: dict[str, Any], base: dict
         return f"| {name} | {claimed} | missing: {found['missing'].splitlines()[0]} | | {idle} | | | | | |"
     ours, responses = _times(ratio_of(found, base)), _times(responses_ratio(found, base))
     return (
-        f"| {name} | {claimed} | {ours} | {responses} | {idle} | {found['slot_idle']:.1%} "
+        f"| {name} | {claimed} | {ours} | {responses} | {idle} | {max(0.0, found['slot_idle']):.1%} "
         f"| {found['useful_tokens_per_s']:,.0f} | {found['discarded_tokens_per_s']:,.0f} "
         f"| {found['reverified_tokens_per_s']:,.0f} | {found['staleness_mean']:.2f} / {found['staleness_max']} |"
     )

@@ -34,7 +34,7 @@ from stretto.tasks.sources import Data, load_data
 
 PER_NODE = 1.5e-6
 """Seconds that growing and following a drafted node takes, measured on two x86-64 cores."""
-PER_DRAFT = 2.5e-4
+PER_DRAFT = 6e-4
 """Seconds that packing, walking and keeping trees adds to a step that has any, measured on two x86-64 cores."""
 
 

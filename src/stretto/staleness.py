@@ -10,7 +10,7 @@ import numpy as np
 from stretto.columns import NO_IDS
 from stretto.gate import Gate, in_the_way
 from stretto.records import IntArray
-from stretto.requests import PARKED, PENDING, RUNNING, SCORED, WAITING, Requests
+from stretto.requests import RUNNING, SCORED, Requests
 
 Unit = Literal["group", "response"]
 Strategy = Literal["refresh", "wait", "drop"]
@@ -41,7 +41,7 @@ class BoundedRequests(Requests):
             helps = np.array(unscored, np.bool_) if self.unit == "group" else c.state[rows] != SCORED
             blocked = rows[helps]
         else:
-            unfinished = np.isin(c.state[rows], (RUNNING, PARKED, WAITING, PENDING))
+            unfinished = c.state[rows] != SCORED  # one whose rewards come late would never be trained on
             spent = c.refreshes[rows] >= self.refresh_budget
             blocked = rows[unfinished & spent] if self.strategy == "refresh" else rows[:0]
         return Gate((rows + self.first_id).tolist(), (blocked + self.first_id).tolist())

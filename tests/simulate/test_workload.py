@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -175,12 +176,24 @@ class TestRecorded:
     def test_what_was_unfinished_is_longer_than_it_was(self, run: Path) -> None:
         (run / "in_flight").mkdir()
         some, more = self.rollout(3, 0), self.rollout(9, 0)
-        some.key, more.key = 31, 32
+        given_up, some.key, more.key = self.rollout(3, 1), 31, 32
+        given_up.key, given_up.token_ids = 33, given_up.token_ids[:30]
+        for rollout in (some, more, given_up):
+            rollout.finish_reason = FinishReason.NONE
         for number, rollouts in ((1, [self.rollout(8, 0)]), (2, [some, more, self.rollout(5, 1)])):
             write_rollouts(run / "in_flight" / f"step-00000{number}.parquet", rollouts, step=number)
+        given_up = replace(
+            given_up,
+            **{
+                name: getattr(given_up, name)[:30]
+                for name in ("logprobs", "raw_logprobs", "versions", "loss_mask")
+            },
+        )
+        write_rollouts(run / "rollouts" / "step-000002.parquet", [given_up], step=2)
         workload = Recorded(run)
         assert [p.row for p, _ in workload.next(3)] == [3, 5, 9]  # also those with nothing finished
         assert [workload.length(request(0, 31)), workload.length(request(2, 32))] == [31, 180]
+        assert workload.length(request(0, 33)) == 31
         assert workload.length(request(1, 501)) == 51  # finished
 
     def test_earlier_visits(self, run: Path) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from stretto.buffer import Ledger
 from stretto.records import (
     Event,
@@ -30,7 +28,7 @@ from stretto.records import (
     WorkerDown,
     WorkerUp,
 )
-from tests.simulation.entry import Entry, infeasible
+from tests.simulation.entry import Entry, check_rollout, infeasible
 
 
 class Books:
@@ -52,6 +50,7 @@ class Books:
         self.to_stop: dict[tuple[int, int], int] = {}  # id, attempt -> worker that has to hear of it
         self.stale = 0
         self.consumed = self.discarded = 0
+        self.most = 0  # requests at once
         self.waits: list[int] = []  # updates between admission and consumption
 
     # ---- reading ------------------------------------------------------------------------------------
@@ -106,6 +105,7 @@ class Books:
                 entry = Entry(request_id, group, prompt.row, visit, sample, self.version)
                 self.entries[request_id] = entry
                 self.compare(entry)
+        self.most = max(self.most, len(self.entries))
 
     def submit(self, worker: int, requests: Sequence[Request]) -> None:
         assert worker in self.slots, f"worker {worker} is not there"
@@ -187,42 +187,12 @@ class Books:
         assert bound is None or self.version - entry.oldest <= bound, (
             f"staleness {self.version - entry.oldest}"
         )
-        same = (rollout.group_id, rollout.prompt.row, rollout.visit, rollout.sample_index, rollout.attempt)
-        assert same == (entry.group, entry.row, entry.visit, entry.sample, entry.attempt)
-        assert rollout.reward == entry.reward or (
-            rollout.reward != rollout.reward and entry.reward != entry.reward
-        )
-        columns = (
-            rollout.token_ids,
-            rollout.logprobs,
-            rollout.raw_logprobs,
-            rollout.versions,
-            rollout.loss_mask,
-        )
-        assert [len(column) for column in columns] == [entry.length] * 5, (
-            f"request {entry.id}: lengths of columns"
-        )
-        assert rollout.oldest_version == entry.oldest
-        if self.tokens:
-            assert rollout.token_ids.tolist() == entry.tokens, f"request {entry.id}: tokens"
-            assert rollout.versions.tolist() == entry.versions, f"request {entry.id}: versions"
-            self.check_logprobs(rollout)
+        check_rollout(entry, rollout, tokens=self.tokens)
         self.waits.append(self.version - entry.admitted)
         entry.state = State.CONSUMED
         self.consumed += 1
         self._leave_group(entry)
         self.compare(entry)
-
-    @staticmethod
-    def check_logprobs(rollout: Rollout) -> None:
-        """They say which version sampled the token, and where."""
-        sampled = rollout.loss_mask
-        assert (rollout.logprobs[sampled] == -1.0 - rollout.versions[sampled]).all(), (
-            "log-probs of other weights"
-        )
-        assert (rollout.raw_logprobs[sampled] == -1.0 - np.flatnonzero(sampled)).all(), (
-            "log-probs of other places"
-        )
 
     def _infeasible(self) -> bool:
         return infeasible(self.ledger, self.entries.values(), self.version, self.loaded)
@@ -249,7 +219,7 @@ class Books:
                 chosen.append(entry)
                 self.discard([entry.id])
             elif refreshed or emptied:
-                unfinished = entry.state not in (State.FINISHED, State.SCORED)
+                unfinished = entry.state != State.SCORED
                 within = ledger.strategy != "refresh" or entry.refreshes < ledger.refresh_budget
                 assert within or not unfinished, f"request {entry.id} is refreshed beyond the budget"
                 chosen.append(entry)
@@ -392,13 +362,14 @@ class Books:
             "discarded": self.discarded,
             "waits": list(self.waits),
             "stale": self.stale,
+            "most": self.most,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """After a resume: what ran is back with its tokens, its worker gone."""
         self.version = saved["version"]
         self.consumed, self.discarded = saved["consumed"], saved["discarded"]
-        self.waits, self.stale = list(saved["waits"]), saved["stale"]
+        self.waits, self.stale, self.most = list(saved["waits"]), saved["stale"], saved["most"]
         for entry in map(Entry.copy, saved["entries"]):
             if entry.state == State.RUNNING:
                 entry.release()

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from stretto.buffer import Ledger
-from stretto.records import State
+from stretto.records import Rollout, State
 
 
 @dataclass(slots=True)
@@ -53,6 +55,25 @@ class Entry:
         other = copy(self)
         other.tokens, other.versions = self.tokens.copy(), self.versions.copy()
         return other
+
+
+def check_rollout(entry: Entry, rollout: Rollout, *, tokens: bool) -> None:
+    """What the learner gets is the request's; with `tokens` these too, whose log-probs say which weights and place."""
+    same = (rollout.group_id, rollout.prompt.row, rollout.visit, rollout.sample_index, rollout.attempt)
+    assert same == (entry.group, entry.row, entry.visit, entry.sample, entry.attempt)
+    none = rollout.reward != rollout.reward and entry.reward != entry.reward
+    assert none or rollout.reward == entry.reward
+    mask, logprobs, raw = rollout.loss_mask, rollout.logprobs, rollout.raw_logprobs
+    columns = (rollout.token_ids, logprobs, raw, rollout.versions, mask)
+    assert [len(column) for column in columns] == [entry.length] * 5, (
+        f"request {entry.id}: lengths of columns"
+    )
+    assert rollout.oldest_version == entry.oldest
+    if tokens:
+        assert rollout.token_ids.tolist() == entry.tokens, f"request {entry.id}: tokens"
+        assert rollout.versions.tolist() == entry.versions, f"request {entry.id}: versions"
+        assert (logprobs[mask] == -1.0 - rollout.versions[mask]).all(), "log-probs of other weights"
+        assert (raw[mask] == -1.0 - np.flatnonzero(mask)).all(), "log-probs of other places"
 
 
 def infeasible(ledger: Ledger, entries: Iterable[Entry], version: int, loaded: Mapping[int, int]) -> bool:

@@ -75,10 +75,10 @@ def _check_tokens(config: ScheduleConfig, update: Sequence[Rollout], alive: int)
     assert least < config.tokens_per_update, f"an update of {total} tokens, of which {least} were enough"
 
 
-def updates_within(config: ScheduleConfig, slots: int) -> int | None:
+def updates_within(config: ScheduleConfig, alive: int) -> int | None:
     """How many updates after its admission a row is trained on at the latest, 0: by the next; None: not bounded.
 
-    `slots`: of all workers.
+    `alive`: requests that were at once, at most.
     """
     if config.kind in ("synchronous", "divided"):
         return 0
@@ -98,6 +98,6 @@ def updates_within(config: ScheduleConfig, slots: int) -> int | None:
     # Each time it is begun it is taken before it gets too old, or refreshed, which happens so often to each response.
     refreshes = ledger_options(config)["refresh_budget"] * (config.samples if config.unit == "group" else 1)
     within = (config.max_staleness + 1) * (2 + refreshes)
-    if config.kind == "concurrency":  # a pool may be many batches
-        within += ceil(((config.concurrency or slots) + config.samples) / (config.prompts * config.samples))
+    if config.kind == "concurrency":  # what is in flight, or waits for its rewards, may be many batches
+        within += ceil(alive / (config.prompts * config.samples))
     return within

@@ -176,6 +176,10 @@ def _config(random: Random, workload: Workload) -> ScheduleConfig:
         knobs = {name: knob(random) for name, knob in KNOBS.items() if kind in USED_BY.get(name, (kind,))}
         if knobs["drop_zero_variance"]:
             knobs["samples"] += 1  # a single reward never differs
+        if knobs.get("max_concurrent") is not None:
+            knobs["max_concurrent"] += knobs[
+                "samples"
+            ]  # fewer let no group in, which a whole `Config` refuses
         if knobs["tokens_per_update"] is not None:
             size = knobs["prompts"] * knobs["samples"]
             knobs["tokens_per_update"] = max(1, int(knobs["tokens_per_update"] * size * mean))

@@ -37,9 +37,24 @@ def test_all_kinds_and_knobs_are_drawn() -> None:
     assert set(kinds) == set(KINDS)
 
 
+def search(seeds: int) -> None:
+    for seed in range(seeds):
+        simulate(seed)
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By seeds that have no violation without it."""
     BUGS[bug](monkeypatch)
     with pytest.raises(Violation, match=r"^seed \d+: "):
-        for seed in range(WITHIN):
-            simulate(seed)
+        search(WITHIN)
+
+
+def test_a_violation_tells_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS["attempt_not_counted"](monkeypatch)
+    with pytest.raises(Violation) as found:
+        search(WITHIN)
+    text = str(found.value)
+    assert "'kind': " in text
+    assert "Start(ids=" in text
+    assert "Progress(worker=" in text

@@ -233,7 +233,7 @@ class Life:
         finished = self.ledger.take_finished()
         self.finished.append(finished)
         self.lengths.observe(finished)
-        within = promises.updates_within(self.scenario.config, sum(self.scenario.cluster.slots))
+        within = promises.updates_within(self.scenario.config, self.books.most)
         waits = [*self.books.waits, *(self.books.version - 1 - e.admitted for e in self.books.alive())]
         assert within is None or max(waits, default=0) <= within, f"a row waits for {max(waits)} updates"
         state = {

@@ -56,9 +56,7 @@ class ScheduleConfig(Section):
     bands: int = Field(default=8, ge=2)
     """histopipe: classes of predicted length."""
     tier: Literal["mirrored", "linear", "equal"] = "mirrored"
-    """histopipe: bands get workers so that a long and a short band's times add up to the same; linear: as published with
-    two tiers; equal: without, each band as many.
-    """
+    """histopipe: a long and a short band's times add up to the same; linear: as published; equal: bands of one size."""
     token_cost: float = Field(default=0.01, ge=0.0)
     """histopipe, stream: what a token adds to the time of an engine step, relative to a step's fixed part."""
     outlier: Literal["migrate", "defer", "none"] = "migrate"

@@ -225,7 +225,9 @@ class HistoPipe:
         ids = members_of(view, sorted(batch.ready))
         gate = view.gate(ids)
         if gate.blocked:
-            self._blocked = set(gate.blocked) - view.scored  # of a group that is waited for, some may have ended
+            self._blocked = (
+                set(gate.blocked) - view.scored
+            )  # of a group that is waited for, some may have ended
             batch.deferred -= {view.group_of(i) for i in gate.blocked}
             return None
         mean = float(view.lengths_of(ids).sum()) / len(batch.ready)

@@ -127,11 +127,10 @@ class TailBatching:
         given = set[int]()  # what a round begins with may come back from its worker and be queued once more
         while self._starts:
             request_id = self._starts.popleft()
-            if (
-                request_id in view.waiting
-                and view.group_of(request_id) in self.round
-                and request_id not in given
-            ):
+            group = view.group_of(request_id)
+            if group not in self.round or group in self._kept:
+                continue  # of a kept group what still waits is being given up
+            if request_id in view.waiting and request_id not in given:
                 given.add(request_id)
                 yield request_id
 

@@ -181,7 +181,8 @@ class Recorded:
     """The prompts of a recorded run in its order, each response as long as it was.
 
     A response that the run did not make (a later visit, more samples, another seed) is as long as one of its prompt's,
-    which its key chooses. What was unfinished at the newest checkpoint is at least as long as it was then.
+    which its key chooses. What was unfinished when it was given up, or at the newest
+    checkpoint, is at least as long as it was then.
     """
 
     def __init__(self, run: Path) -> None:
@@ -194,24 +195,23 @@ class Recorded:
         self.by_row: dict[int, list[int]] = {}
         self.rewards: dict[int, float] = {}
         self.drafted: dict[int, tuple[float, float]] = {}
+        self.unfinished: dict[int, int] = {}
         groups: dict[int, tuple[Prompt, int]] = {}
-        for rollout in (r for file in files for r in read_rollouts(file)):
+        newest = sorted((run / "in_flight").glob("*.parquet"))[-1:]
+        for rollout in (r for file in [*files, *newest] for r in read_rollouts(file)):
+            groups[rollout.group_id] = (rollout.prompt, rollout.visit)
             tokens = len(rollout.token_ids)
+            if not rollout.finish_reason:
+                self.unfinished[rollout.key] = max(tokens, len(rollout.draft_ids))
+                continue
             self.by_key[rollout.key] = tokens
+            self.by_row.setdefault(rollout.prompt.row, []).append(tokens)
+            self.rewards[rollout.key] = rollout.reward
             steps = max(1, tokens - rollout.accepted)
             # A simulated response's first step gives one token.
             self.drafted[rollout.key] = max(1.0, (tokens - 1) / max(1, steps - 1)), rollout.drafted / steps
-            self.by_row.setdefault(rollout.prompt.row, []).append(tokens)
-            self.rewards[rollout.key] = rollout.reward
-            groups[rollout.group_id] = (rollout.prompt, rollout.visit)
-        self.unfinished: dict[int, int] = {}
-        for file in sorted((run / "in_flight").glob("*.parquet"))[-1:]:
-            for rollout in read_rollouts(file):
-                groups[rollout.group_id] = (rollout.prompt, rollout.visit)
-                if rollout.key not in self.by_key:
-                    self.unfinished[rollout.key] = len(rollout.token_ids)
         self.order = [groups[group] for group in sorted(groups)]
-        self.rows = len(self.by_row)
+        self.rows = len({prompt.row for prompt, _ in self.order})
         self.taken: list[tuple[Prompt, int]] = []
 
     def next(self, count: int) -> list[tuple[Prompt, int]]:
