@@ -77,14 +77,15 @@ class TestChunks:
         assert world.ledger.counters["discarded_tokens"] == 0
 
     def test_a_long_response_moves_to_where_there_is_room(self) -> None:
-        """One group is long; its probe stays, and when its siblings return, the other worker has more free slots."""
+        """One group is long and begins on one worker; the other's is short, and chunks of the long one go on there."""
         lengths = [100, 100, 100, 100, 1, 1, 1, 1]
         config = of("divided", prompts=2, samples=4, chunk_size=10)
         world = World(config, length=lambda r: lengths[r.id % 8], workers=2, slots=4, cost=STEP)
         made = decisions(world)
         world.run(1)
-        where = [d.worker for d in made if isinstance(d, Start) and 1 in d.ids]
-        assert where[:2] == [0, 1]
+        where = {i: [d.worker for d in made if isinstance(d, Start) and i in d.ids] for i in range(4)}
+        moved = [workers for workers in where.values() if len(set(workers)) > 1]
+        assert len(moved) >= 2
 
 
 def test_is_synchronous() -> None:
