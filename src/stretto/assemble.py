@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,10 @@ PER_NODE = 1.5e-6
 """Seconds that growing and following a drafted node takes, measured on two x86-64 cores."""
 PER_DRAFT = 6e-4
 """Seconds that packing, walking and keeping trees adds to a step that has any, measured on two x86-64 cores."""
+ASKING, LITTLE, LONGEST_PAUSE = 1e-4, 0.004, 8
+"""Seconds that looking for nodes takes; the share of a step that this may take where none has been found for long; and
+how many steps apart it is done at most.
+"""
 
 
 @dataclass(slots=True)
@@ -250,8 +255,9 @@ def make_drafter(config: Config, clock: Callable[[], float]) -> HistoryDrafter |
     draft, history = config.draft, config.history
     if not drafts(config):
         return None
-    cost = None
+    cost, pause = None, 1
     if draft.step_ms is not None:
+        pause = min(LONGEST_PAUSE, math.ceil(ASKING / (LITTLE * draft.step_ms[0] / 1e3)))
         cost = CostModel(PER_NODE, PER_DRAFT)
         cost.fit([(2**i, ms / 1e3) for i, ms in enumerate(draft.step_ms)])
     index = HistoryIndex(
@@ -270,6 +276,7 @@ def make_drafter(config: Config, clock: Callable[[], float]) -> HistoryDrafter |
         noise_aware=draft.noise_aware,
         probabilities=history.weight == "probability",
         wait=config.deterministic,
+        pause=pause,
         clock=clock,
     )
 

@@ -132,6 +132,10 @@ class Sampled:
     raw_logprobs: FloatArray  # (R,), with the temperature only
     top: Alternatives
 
+    def __getitem__(self, rows: IntArray) -> Sampled:
+        top = Alternatives(self.top.token_ids[rows], self.top.logprobs[rows])
+        return Sampled(self.token_ids[rows], self.logprobs[rows], self.raw_logprobs[rows], top)
+
 
 def sample(
     logits: AnyFloatArray, keys: KeyArray, positions: IntArray, how: SamplingColumns, alternatives: int = 0

@@ -21,6 +21,7 @@ def drafter(
     sources: Collection[str] = SOURCES,
     slots: int = 4,
     max_nodes: int = 8,
+    pause: int = 1,
     generation: int = GENERATION,
 ) -> HistoryDrafter:
     return HistoryDrafter(
@@ -29,6 +30,7 @@ def drafter(
         slots=slots,
         sources=sources,
         max_nodes=max_nodes,
+        pause=pause,
         generation=generation,
     )
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.draft import SOURCES
+from stretto.draft import SOURCES, Verified, no_drafts
 from stretto.draft.budget import Fixed, Goodput
 from stretto.draft.cost import CostModel
 from stretto.draft.counters import DEPTHS
@@ -265,7 +265,7 @@ def test_any_order_of_begins_stops_and_ends(seed: int) -> None:
 def test_what_is_never_worth_checking_is_asked_for_less_often_until_a_request_begins() -> None:
     cost = CostModel()
     cost.fit([(1, 1.0), (2, 1000.0)])
-    it = drafter(budget=Goodput(cost), sources=["history"])
+    it = drafter(budget=Goodput(cost), sources=["history"], pause=8)
     it.remember([rollout([1, 2, 3, 4] * 20)])
     it.begin(0, request(0))
 
@@ -278,9 +278,26 @@ def test_what_is_never_worth_checking_is_asked_for_less_often_until_a_request_be
             found.append(it.metrics()["spec/proposed"] > 0)
         return found
 
-    assert asked(20) == [True] * 9 + [False, False, False, True] * 2 + [False] * 3
+    assert [i for i, yes in enumerate(asked(30)) if yes] == [0, 1, 2, 4, 8, 16, 24]
     it.begin(1, request(1))
-    assert asked(3) == [True, True, True]
+    assert asked(3) == [True, False, True]
+
+
+def test_what_was_said_while_nothing_was_asked_for_is_known_afterwards() -> None:
+    cost = CostModel()
+    cost.fit([(1, 1.0), (2, 1000.0)])
+    it = drafter(budget=Goodput(cost), sources=["history", "siblings"], pause=8)
+    text = list(range(1, 41))
+    it.remember([rollout(text)])
+    it.begin(0, request(0))
+    for token in text[:23]:
+        assert not propose(it, [0], [0]).counts.any()
+        none = np.zeros(0, np.bool_)
+        it.observe(np.array([0]), no_drafts(1), Verified(none, none, np.ones(1, np.int64)), np.array([token]))
+    it.begin(1, request(1, tokens=text[:5]))  # asks again
+    it.budget = Fixed(4)
+    drafts = propose(it, [0, 1], [23, 5])
+    assert drafts.token_ids.tolist() == [24, 25, 26, 27, 6, 7, 8, 9]
 
 
 SCRIPT = """

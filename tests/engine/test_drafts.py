@@ -15,7 +15,7 @@ from stretto.draft import Drafts
 from stretto.draft.budget import make_budget
 from stretto.draft.cost import CostModel
 from stretto.draft.drafter import IDLE_GROUPS, HistoryDrafter
-from stretto.engine import attention
+from stretto.engine import attention, embedded
 from stretto.engine.packing import tree_views
 from stretto.history.index import HistoryIndex, Weight
 from stretto.model import FAMILIES
@@ -70,7 +70,9 @@ def test_same_tokens_under_any_drafts_and_schedule(family: str, data: st.DataObj
         )
     run = Run(engine)
     order = data.draw(st.permutations(range(len(REQUESTS))), label="order")[:6]
-    any_schedule(data, run, order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "AHEAD", data.draw(st.sampled_from([0, 1 << 20]), label="logits drawn ahead"))
+        any_schedule(data, run, order)
     for i in order:
         assert_same(run, REQUESTS[i], answers[i])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -16,27 +15,22 @@ import numpy as np
 
 from stretto.alternatives import Alternatives
 from stretto.draft import SOURCES, Drafts, Verified, join, no_drafts
-from stretto.draft.budget import Batch, Budget, Goodput
+from stretto.draft.budget import Batch, Budget
 from stretto.draft.calibration import Calibration
-from stretto.draft.cost import CostModel
+from stretto.draft.compile import compile_kernels
 from stretto.draft.counters import Counters
-from stretto.draft.dropped import DROPPED, DroppedWork, path_estimates
+from stretto.draft.dropped import DROPPED, DroppedWork
 from stretto.draft.follow import follow, grow_at, nowhere
 from stretto.draft.tree import Rules, room_for
 from stretto.history.automaton import LivePool, find_text, match_live
-from stretto.history.frozen import Arena, Frozen, freeze
+from stretto.history.frozen import Frozen
 from stretto.history.index import LARGEST_TOKEN, HistoryIndex, Response
-from stretto.history.mixtures import join_rows, rows_of
 from stretto.records import IntArray, Request, Rollout, prompt_uid
 from stretto.tally import Tally, total
 
 START = LARGEST_TOKEN  # no tokenizer's
 IDLE_GROUPS = 64  # prompts kept for responses that have not begun yet
 GENERATION = 200_000  # tokens
-PATIENCE, PAUSE = (
-    8,
-    4,
-)  # after so many steps without a node worth checking, it is asked for at every fourth only
 
 
 @dataclass(slots=True)
@@ -65,7 +59,8 @@ class HistoryDrafter:
     prompt. The source "siblings" is one automaton over all responses in flight, those of the request's group and its
     own among them. Requests that begin after it took in `generation` tokens go to a new one, and it is closed when its
     last request has ended. `clock` returns seconds and is read for `metrics` alone. `wait`: histories that are being
-    built are waited for, so that drafts do not depend on timing.
+    built are waited for, so that drafts do not depend on timing. `pause`: while no node is worth checking, sources are
+    asked at the 1st, 2nd, 4th, ... such step, and at least at every `pause`th.
     """
 
     def __init__(
@@ -79,6 +74,7 @@ class HistoryDrafter:
         noise_aware: bool = True,
         probabilities: bool = True,
         wait: bool = True,
+        pause: int = 1,
         generation: int = GENERATION,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -89,7 +85,7 @@ class HistoryDrafter:
         self.calibration = Calibration()
         self._sources = frozenset(sources)
         self._rules = Rules(max_nodes, noise_aware, probabilities)
-        self._wait, self._generation, self._clock = wait, generation, clock
+        self._wait, self._pause, self._generation, self._clock = wait, pause, generation, clock
         self._pool = LivePool()
         self._groups: OrderedDict[int, _Group] = OrderedDict()  # the one used longest ago first
         self._request_group = column(-1)
@@ -102,6 +98,10 @@ class HistoryDrafter:
         self._dropped = DroppedWork(slots)
         self._grown = room_for(slots, max_nodes)
         self._fruitless = 0  # steps in a row without a node that was worth checking
+        self._paused = False  # nothing was asked for in this step
+        self._late: list[
+            tuple[IntArray, IntArray, IntArray]
+        ] = []  # what was said in steps that were not asked
         self._raw, self._rows = np.zeros(0), column()[:0]  # of the last proposal's nodes
         self._lengths: dict[str, _Lengths] = {}  # by prompt uid
         self._counters = Counters()
@@ -111,7 +111,8 @@ class HistoryDrafter:
 
     def begin(self, slot: int, request: Request) -> None:
         began = self._clock()
-        self._fruitless = min(self._fruitless, PATIENCE - 2)
+        self._catch_up()
+        self._fruitless = min(self._fruitless, 2)
         uid = prompt_uid(request.prompt_ids)
         if "history" in self._sources:
             if self._wait:
@@ -146,6 +147,7 @@ class HistoryDrafter:
 
     def end(self, slot: int, length: int | None) -> None:
         began = self._clock()
+        self._catch_up()
         if length is not None:
             self.budget.end(slot, length)
         if self._handle[slot] >= 0:
@@ -169,12 +171,15 @@ class HistoryDrafter:
     def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
         began = self._clock()
         self._counters.step()
-        dropped, waited = None, self._fruitless - PATIENCE
-        if waited >= 0 and waited % PAUSE and not self._dropped.any:
+        dropped, fruitless = None, self._fruitless
+        drops = self._dropped.any
+        self._paused = bool(fruitless & (fruitless - 1) and fruitless % self._pause) and not drops
+        if self._paused:
             self._fruitless += 1
             self._raw, self._rows = self._grown.raw[:0], self._grown.rows[:0]
             return no_drafts(slots.size)
-        if self._dropped.any:
+        self._catch_up()
+        if drops:
             dropped = self._dropped.paths(slots, room, self.calibration.table, self.budget.floor)
             room = np.where(dropped[0].counts > 0, 0, room)
         counts = grow_at(
@@ -228,7 +233,9 @@ class HistoryDrafter:
         self.budget.learn(drafts, verified, slots)
         if self._dropped.any:
             self._dropped.follow(slots, verified.emitted, token_ids)
-        self._follow(slots, verified.emitted, token_ids)
+        self._late.append((slots, verified.emitted, token_ids))
+        if not self._paused:
+            self._catch_up()
         self._counters.observe_seconds += self._clock() - began
 
     # ---- the run's side -------------------------------------------------------------------------------
@@ -340,6 +347,13 @@ class HistoryDrafter:
             self._at.state_base[:], self._at.edge_base[:] = self.index.bases(self._handle)
         return arrays
 
+    def _catch_up(self) -> None:
+        """Follow what was said while nothing was asked for, all at once: a call costs more than its tokens."""
+        if self._late:
+            slots, counts, tokens = map(np.concatenate, zip(*self._late, strict=True))
+            self._late.clear()
+            self._follow(slots, counts, tokens)
+
     def _follow(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
         """Take the requests in `slots` (R,) over their new tokens, and add these to the responses in flight."""
         said = tokens.size if tokens.size and self._at.group[slots[0]] >= 0 else 0
@@ -354,34 +368,3 @@ def _behind_start(top: Alternatives | None) -> Alternatives | None:
     return Alternatives(
         np.concatenate([start.token_ids, top.token_ids]), np.concatenate([start.logprobs, top.logprobs])
     )
-
-
-@cache
-def compile_kernels() -> None:
-    """Compile, or load from numba's cache, everything that drafting calls: at set-up, so that no step has to."""
-    one, text = np.zeros(1, np.int64), np.array([START, 0, 1, 0, 2], np.int64)
-    size = np.array([text.size])
-    pool = LivePool()
-    group, last = np.array([pool.open()]), np.zeros(1, np.int64)
-    last[0] = pool.root(int(group[0]))
-    pool.extend(group, last, size, text)
-    find_text(pool.arrays, int(group[0]), text)
-    match_live(pool.arrays, int(last[0]))
-    arena, tokens = Arena(weighted=True, mixed=True), text.astype(np.int32)
-    rows = join_rows([rows_of(tokens, np.ones(text.size, np.float32), None)])
-    arena.add(freeze(tokens, np.array([0, text.size]), np.ones(text.size), rows))
-    at, calibration, grown = nowhere(1), Calibration(), room_for(1, 2)
-    follow(arena.arrays, pool.arrays, at, one, one, text[:0])
-    path_estimates(calibration.table, 1)
-    rules, key = Rules(2, True, True), np.zeros(1, np.uint64)
-    table = calibration.table
-    counts = grow_at(arena.arrays, pool.arrays, at, key, one, one, one + 2, table, rules, 0.0, grown)
-    none = grown.rows != 0
-    sources = grown.sources.astype(np.int8)
-    drafts = Drafts(counts, grown.token_ids, grown.parents, grown.depth, grown.estimates, sources)
-    Counters().add(drafts.select(none), Verified(none[:0], none[:0], counts))
-    calibration.learn(grown.raw, grown.rows, grown.depth, none, none)
-    cost = CostModel()
-    cost.fit([(1, 1.0), (2, 1.0)])
-    Goodput(cost).choose(no_drafts(1), Batch(one, one, 1))
-    pool.close(int(group[0]))

@@ -41,6 +41,9 @@ from stretto.weights import WeightsRef
 
 # Parameters, and parameters times tokens, below which a second thread does not speed torch's operations up.
 SMALL_MODEL, SMALL_STEP = 10_000_000, 500_000_000
+AHEAD = (
+    1 << 16
+)  # logits, up to which the tokens of all nodes are drawn in one call: a call costs as much as 30,000
 
 
 class EmbeddedEngine:
@@ -184,9 +187,8 @@ class EmbeddedEngine:
             sampled = np.arange(len(hidden)) - np.repeat(begins + counts - 1, total) >= 0
             sampled &= np.repeat(ready, total)
             drafts.counts = drafts.counts[ready]
-            events = self._sample(
-                slots[ready], hidden if sampled.all() else hidden[torch.from_numpy(sampled)], drafts
-            )
+            rows = hidden if sampled.all() else hidden[torch.from_numpy(sampled)]
+            events = self._sample(slots[ready], rows, drafts)
         self._count(int(counts.sum()) - int(ready.sum()), int(busy), self._clock() - began)
         return events + answers
 
@@ -249,7 +251,8 @@ class EmbeddedEngine:
             tried = drafts.token_ids.size
             room[self._reuse.held(batch)] = 0
             trees = self._drafter.propose(batch, generated, room, packed + tried, most - tried)
-            verify.refuse_unfit(trees, room, most - tried)
+            if trees.token_ids.size:
+                verify.refuse_unfit(trees, room, most - tried)
             drafts = join(trees, drafts)[0] if tried else trees
         all_counts = np.zeros(slots.size, np.int64)
         all_counts[ready] = drafts.counts
@@ -304,16 +307,18 @@ class EmbeddedEngine:
         position = columns.length[slots] - columns.prompt_length[slots]
         stopped = np.zeros(slots.size, np.bool_)
         ruling = self._reuse.rule(columns, slots, drafts.counts, logits)
+        walk = verify.Walk(drafts)
+        ahead: Sampled | None = None
+        if drafts.token_ids.size and logits.numel() <= AHEAD:
+            owner, depths = walk.rows()
+            ahead = self._draw(logits, slots[owner], position[owner] + depths)
 
         def draw(rows: IntArray, which: IntArray, depth: IntArray) -> Sampled:
-            chosen, plain = slots[which], rows.size == len(logits)
-            drawn = sampling_torch.sample(
-                logits if plain else logits[torch.from_numpy(rows)],
-                columns.key[chosen],
-                position[which] + depth,
-                columns.sampling[chosen],
-                self._alternatives,
-            )
+            if ahead is not None:
+                drawn = ahead[rows]
+            else:
+                wanted = logits if rows.size == len(logits) else logits[torch.from_numpy(rows)]
+                drawn = self._draw(wanted, slots[which], position[which] + depth)
             if ruling is not None:
                 ruling.apply(drawn, rows)
             return drawn
@@ -324,7 +329,6 @@ class EmbeddedEngine:
             stopped[which] = self._stopped(chosen, token_ids)
             return np.asarray(stopped[which] | (columns.length[chosen] >= columns.limit[chosen]))
 
-        walk = verify.Walk(drafts, np.arange(slots.size) + np.cumsum(drafts.counts) - drafts.counts)
         walk.go(draw, end)
         self._counters["sampling_seconds"] += self._clock() - began
         events: list[Event] = [self._emit(slots, walk, ruling)]
@@ -339,6 +343,11 @@ class EmbeddedEngine:
             events.append(Finished(self.worker, *name, reason))
             self._release(slot, int(columns.length[slot] - columns.prompt_length[slot]))
         return events
+
+    def _draw(self, logits: torch.Tensor, slots: IntArray, positions: IntArray) -> Sampled:
+        """The tokens at `positions` (R,) of the responses in `slots`, from `logits` (R, V)."""
+        keys, how = self._columns.key[slots], self._columns.sampling[slots]
+        return sampling_torch.sample(logits, keys, positions, how, self._alternatives)
 
     def _stopped(self, slots: IntArray, token_ids: IntArray) -> BoolArray:
         """Whether these tokens (R,) end their turns: by a stop token, or by completing a stop string."""

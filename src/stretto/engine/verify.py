@@ -54,14 +54,14 @@ class Walk:
 
     `draw(rows, requests, depth)` samples from logits `rows` (A,), one for each of `requests` (A,), which have emitted
     `depth` (A,) tokens in this step. `end(requests, token_ids)` takes these tokens and says which responses end there.
-    The logits of a request's newest token are in row `first` (R,), those of its nodes in the rows behind.
+    The logits' rows are, request after request, its newest token's and those of its nodes.
     """
 
-    def __init__(self, drafts: Drafts, first: IntArray) -> None:
+    def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
-        self._first = first
         requests, nodes = drafts.counts.size, drafts.token_ids.size
         self._begins = np.cumsum(drafts.counts) - drafts.counts
+        self._first = self._begins + np.arange(requests)
         self.emitted = np.zeros(requests, np.int64)
         self.ended = np.zeros(requests, np.bool_)
         self.path = np.full(
@@ -69,6 +69,15 @@ class Walk:
         )  # accepted nodes of each request in order of depth, from its first place on
         self.accepted = np.zeros(requests, np.int64)
         self._parts: list[tuple[IntArray, Sampled]] = []
+
+    def rows(self) -> tuple[IntArray, IntArray]:
+        """Whose each of the logits' rows is, (R + N,), and how many tokens after its newest one."""
+        owner = np.repeat(np.arange(self._first.size), self.drafts.counts + 1)
+        depth = np.zeros(owner.size, np.int64)
+        node = np.ones(owner.size, np.bool_)
+        node[self._first] = False
+        depth[node] = self.drafts.depth
+        return owner, depth
 
     def go(
         self,
@@ -92,6 +101,9 @@ class Walk:
 
     def columns(self) -> tuple[IntArray, FloatArray, FloatArray]:
         """Token ids, log-probs and raw log-probs, (T,) each, request after request."""
+        if len(self._parts) == 1:
+            _, drawn = self._parts[0]
+            return drawn.token_ids, drawn.logprobs, drawn.raw_logprobs
         order = np.argsort(np.concatenate([which for which, _ in self._parts]), kind="stable")
         return (
             np.concatenate([drawn.token_ids for _, drawn in self._parts])[order],
@@ -101,6 +113,8 @@ class Walk:
 
     def top(self) -> Alternatives:
         """The alternatives to these tokens."""
+        if len(self._parts) == 1:
+            return self._parts[0][1].top
         order = np.argsort(np.concatenate([which for which, _ in self._parts]), kind="stable")
         return Alternatives(
             np.concatenate([drawn.top.token_ids for _, drawn in self._parts])[order],
