@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 from stretto import sampling_torch
 from stretto.errors import StrettoError
 from stretto.records import FloatArray, IntArray, Purpose
-from stretto.sampling import KeyArray, SamplingColumns, gumbel, request_key, sample, truncate
+from stretto.sampling import (
+    KeyArray,
+    SamplingColumns,
+    gumbel,
+    kernels_digest,
+    request_key,
+    sample,
+    truncate,
+)
 
 MASK = (1 << 64) - 1
 
@@ -303,6 +311,16 @@ def test_it_runs_where_no_cache_can_be_written(tmp_path: Path) -> None:
         check=True,
     )
     assert float(done.stdout) == pytest.approx(plain_noise(1, 1, 1))
+
+
+def test_compiled_kernels_are_those_of_all_files_with_kernels(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("SIZE = 8\n@kernel()\ndef a(): ...\n")
+    (tmp_path / "b.py").write_text("nothing compiled\n")
+    before = kernels_digest(tmp_path)
+    (tmp_path / "b.py").write_text("something else\n")
+    assert kernels_digest(tmp_path) == before
+    (tmp_path / "a.py").write_text("SIZE = 9\n@kernel()\ndef a(): ...\n")
+    assert kernels_digest(tmp_path) != before
 
 
 def test_neighbouring_noises_are_unrelated() -> None:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -38,6 +41,32 @@ LARGEST_UNIFORM = 1.0 - 2.0**-53  # so that log1p(-w) stays finite
 BLOCK = 1 << 17  # weights held at a time: 1 MiB
 
 
+def kernels_digest(package: Path) -> str:
+    """A hash (16 hexadecimal digits) of the package's files that have kernels."""
+    found = blake2b(digest_size=8)
+    for file in sorted(package.rglob("*.py")):
+        source = file.read_bytes()
+        if b"@kernel(" in source:
+            found.update(source)
+    return found.hexdigest()
+
+
+@cache
+def _cache_folder() -> str:
+    """Where compiled kernels are kept; "": where numba chooses, since the package's own folder can't be written.
+
+    numba compiles anew what is in a file that has changed, but not its callers in other files, into which it was
+    inlined, with its constants: these would go on with arrays of the sizes of before.
+    """
+    package = Path(__file__).parent
+    folder = Path(numba.config.CACHE_DIR or package / "__pycache__") / f"kernels-{kernels_digest(package)}"  # type: ignore[attr-defined]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return ""
+    return str(folder) if os.access(folder, os.W_OK) else ""
+
+
 def kernel(*, parallel: bool = False, inline: bool = False) -> Callable[[F], F]:
     """`numba.njit` without the GIL, compiled once per machine where a cache folder can be written.
 
@@ -54,10 +83,14 @@ def kernel(*, parallel: bool = False, inline: bool = False) -> Callable[[F], F]:
     }
 
     def compile_lazily(function: F) -> F:
+        chosen = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+        numba.config.CACHE_DIR = _cache_folder() or chosen  # type: ignore[attr-defined]
         try:
             compiled: F = numba.njit(cache=True, **options)(function)
         except RuntimeError:
             compiled = numba.njit(**options)(function)
+        finally:
+            numba.config.CACHE_DIR = chosen  # type: ignore[attr-defined]
         return compiled
 
     return compile_lazily

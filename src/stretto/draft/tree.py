@@ -116,7 +116,7 @@ def room_for(requests: int, max_nodes: int) -> Grown:
 
 @kernel()
 def _frontier(max_nodes: int) -> _Frontier:
-    entries = max_nodes * WIDTH
+    entries = max_nodes * WIDTH  # children of the root, and of all nodes but the last
     ids, halves = np.empty((5, entries), np.int64), np.empty((2, entries))
     sizes = np.zeros(2, np.int64)
     return _Frontier(ids[0], halves[0], halves[1], ids[1], ids[2], ids[3], ids[4], sizes)
@@ -340,7 +340,7 @@ def grow(
         at[most, 3], at[most, 4] = matches.prompt_state[r], matches.prompt_length[r]
         node, depth, reach = -1, 0, 1.0
         while True:
-            if depth < room[r]:
+            if depth < room[r] and node < most - 1:
                 place = _Place(keys[r], positions[r] + depth, depth_bucket(depth + 1), rules.noise_aware)
                 here = at[node]
                 count, left = _history_children(

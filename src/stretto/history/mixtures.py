@@ -21,7 +21,7 @@ ShareArray = npt.NDArray[np.uint16]
 
 WHOLE = 65535  # a probability of 1 as a share
 LEAST = round(0.005 * WHOLE)  # tokens of a smaller share are left to the rest: they hardly ever win
-LONGEST = 8  # tokens of a state's row
+LONGEST = 8  # tokens of a place's and of a state's row: kernels that read them have room for so many
 ANYWHERE = 16  # of the root's
 MIXED = 16  # tokens that are told apart while a row is mixed; the least probable of more are left to the rest
 
@@ -55,10 +55,10 @@ def no_mixtures() -> Mixtures:
 
 def rows_of(tokens: TokenArray, drawn: WeightArray, top: Alternatives | None) -> Rows:
     """The rows of a text of N `tokens`, drawn with probabilities `drawn` (N,), which are all that is known without
-    `top`.
+    `top`. Of more than LONGEST tokens the most probable, and the one that was drawn.
     """
     top = top or Alternatives.none(tokens.size)
-    room = tokens.size * (top.width + 1)
+    room = tokens.size * min(top.width + 1, LONGEST)
     first = np.zeros(tokens.size + 1, np.int32)
     token, share = np.empty(room, np.int32), np.empty(room, np.uint16)
     _compact(tokens, drawn, top.token_ids, np.exp(top.logprobs), first, token, share)
@@ -88,14 +88,15 @@ def _compact(
 ) -> None:
     at = 0
     for i in range(tokens.size):
-        found = False
+        end, found = at + LONGEST, False
         for k in range(ids.shape[1]):
             taken = ids[i, k] == tokens[i]
-            if ids[i, k] >= 0 and (taken or probabilities[i, k] * WHOLE >= LEAST):
+            if at < end and ids[i, k] >= 0 and (taken or probabilities[i, k] * WHOLE >= LEAST):
                 token[at], share[at] = ids[i, k], round(min(probabilities[i, k], 1.0) * WHOLE)
                 at += 1
-            found |= taken
+                found |= taken
         if not found:
+            at = min(at, end - 1)
             token[at], share[at] = tokens[i], round(min(drawn[i], 1.0) * WHOLE)
             at += 1
         first[i + 1] = at
