@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.assemble import read_inputs
+from stretto.assemble import read_inputs, step_costs
 from stretto.config import DataConfig, load_config
-from stretto.drafting import read_earlier
+from stretto.drafting import find_earlier
 from stretto.errors import StrettoError
 from stretto.trainer import Trainer
 from tests.test_trainer import assert_same_run, metrics, small
@@ -41,7 +41,7 @@ def test_history_is_warm_from_another_runs_log(undisturbed: Path, tmp_path: Path
         Trainer(other, data=[{"prompt": "Ann says Bo is a knave ."}]).run()
     config = small(tmp_path, "vocabulary", **warm)
     with pytest.raises(StrettoError, match=r"history\.warm_from: .* but this model has 10 tokens"):
-        read_earlier(config, replace(read_inputs(config), vocabulary=10))
+        find_earlier(config, replace(read_inputs(config), vocabulary=10))
     nonsense = small(tmp_path, "nonsense", **{**cold, "history.warm_from": str(tmp_path / "nothing")})
     with pytest.raises(StrettoError, match=r"history\.warm_from: .*nothing is not a run folder"):
         Trainer(nonsense).run()
@@ -71,6 +71,16 @@ def test_a_damaged_log_costs_drafts_and_nothing_else(
     assert "nothing is drafted from step 1" in caplog.text
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (undisturbed / "latest" / name).read_bytes() == (folder / "latest" / name).read_bytes()
+
+
+def test_steps_cost_more_with_more_tokens_whatever_was_measured() -> None:
+    assert step_costs([[0.001, 0.003, 0.002], [0.002, 0.003, 0.004], [0.001, 0.004, 0.008]]) == [
+        1.0,
+        3.0,
+        4.0,
+    ]
+    flat = step_costs([[0.0201, 0.02, 0.0199]] * 3)
+    assert flat[0] == flat[1] == 20.1 < flat[2] < 20.2
 
 
 def test_steps_are_measured_where_the_budget_weighs_them(tmp_path: Path) -> None:

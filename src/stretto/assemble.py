@@ -25,7 +25,8 @@ from stretto.draft.cost import CostModel
 from stretto.draft.drafter import HistoryDrafter
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.errors import StrettoError
-from stretto.fleet.process import FleetDrafter, ProcessFleet
+from stretto.fleet.drafter import FleetDrafter
+from stretto.fleet.process import ProcessFleet
 from stretto.history.index import HistoryIndex
 from stretto.model import load_model, load_model_config, load_tokenizer
 from stretto.records import Event, IntArray, Prompt, Request, SamplingParams
@@ -206,8 +207,18 @@ def measure_steps(
 
     with _threads(config.fleet.threads):
         rounds = [[step(count) for count in counts] for _ in range(3)]
-    found = [round(1e3 * median(column), 4) for column in zip(*rounds, strict=True)]
-    return found if 0.0 < found[0] < found[-1] else None
+    return step_costs(rounds)
+
+
+def step_costs(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Milliseconds of steps of 1, 2, 4 ... tokens from seconds measured in several rounds: medians that never fall.
+
+    Where memory's speed decides, 256 tokens take as long as one; what is left between them is noise, and the last is
+    put a thousandth above the first, since what tokens cost must have a direction.
+    """
+    medians = np.maximum.accumulate([1e3 * median(column) for column in zip(*rounds, strict=True)])
+    medians[-1] = max(medians[-1], 1.001 * medians[0] + 1e-4)
+    return [round(float(ms), 4) for ms in medians]
 
 
 @contextmanager
@@ -327,16 +338,19 @@ def make_process_fleet(
 ) -> tuple[ProcessFleet, FleetDrafter | None]:
     """Processes that begin to load at once; `fleet.threads` and `draft.step_ms` must be set as in `make_drafter`.
 
-    Each keeps the history of all prompts, and together they keep to `history.max_gib`.
+    Each keeps the history of all prompts, and so does the fleet for workers to come; together they keep to
+    `history.max_gib`.
     """
     history = config.history
-    share = history.model_copy(update={"max_gib": history.max_gib / config.fleet.workers})
+    share = history.model_copy(update={"max_gib": history.max_gib / (config.fleet.workers + 1)})
     fleet = ProcessFleet(
         partial(build_worker, config.model_copy(update={"history": share}), max_model_len),
         post,
         workers=config.fleet.workers,
         scratch=scratch,
         restarts=config.fleet.restarts,
+        patience=config.fleet.patience,
         window=history.window,
+        history_bytes=int(share.max_gib * 2**30),
     )
     return fleet, FleetDrafter(fleet) if drafts(config) else None

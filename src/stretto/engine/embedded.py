@@ -41,17 +41,16 @@ from stretto.weights import WeightsRef
 
 # Parameters, and parameters times tokens, below which a second thread does not speed torch's operations up.
 SMALL_MODEL, SMALL_STEP = 10_000_000, 500_000_000
-AHEAD = (
-    1 << 16
-)  # logits, up to which the tokens of all nodes are drawn in one call: a call costs as much as 30,000
+AHEAD = 1 << 16
+"""Logits up to which the tokens of all nodes are drawn in one call: a call costs as much as 30,000 of them."""
 
 
 class EmbeddedEngine:
     """One replica of `model` with `max_num_seqs` slots; see `stretto.engine.Engine` for the protocol.
 
-    `tokenizer` is needed for stop strings only. `clock` returns seconds and is read for `metrics` alone: no
-    token depends on it. `drafter` proposes tokens for verification, which change the speed and nothing else.
-    `alternatives`: how many of the most probable tokens are reported at every place.
+    `tokenizer` is needed for stop strings only. `clock` returns seconds and is read for `metrics` alone. `drafter`
+    proposes tokens for verification, which change the speed and nothing else. `alternatives`: how many of the most
+    probable tokens are reported at every place.
     Raises `StrettoError` if `max_model_len` is beyond the model's own context.
     """
 
@@ -193,9 +192,8 @@ class EmbeddedEngine:
         return events + answers
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: `steps`, `decode_tokens` (sampled), `prefill_tokens` (computed besides), `decode_steps`
-        (of one request each), `drafted_tokens` and how many of them were `accepted_tokens`, `reuse_*` as in
-        `PrefixReuse.learn`, seconds.
+        """Since the last call: `steps`, `decode_steps` (of one request each), `decode_tokens` (sampled),
+        `prefill_tokens` (computed besides), drafted and accepted ones; `reuse_*` as in `PrefixReuse.learn`; seconds.
         """
         counted = self._counters
         tokens = [f"{kind}_tokens" for kind in ("prefill", "decode", "drafted", "accepted", "reverified")]
@@ -307,18 +305,16 @@ class EmbeddedEngine:
         position = columns.length[slots] - columns.prompt_length[slots]
         stopped = np.zeros(slots.size, np.bool_)
         ruling = self._reuse.rule(columns, slots, drafts.counts, logits)
-        walk = verify.Walk(drafts)
-        ahead: Sampled | None = None
-        if drafts.token_ids.size and logits.numel() <= AHEAD:
-            owner, depths = walk.rows()
-            ahead = self._draw(logits, slots[owner], position[owner] + depths)
 
         def draw(rows: IntArray, which: IntArray, depth: IntArray) -> Sampled:
-            if ahead is not None:
-                drawn = ahead[rows]
-            else:
-                wanted = logits if rows.size == len(logits) else logits[torch.from_numpy(rows)]
-                drawn = self._draw(wanted, slots[which], position[which] + depth)
+            chosen, plain = slots[which], rows.size == len(logits)
+            drawn = sampling_torch.sample(
+                logits if plain else logits[torch.from_numpy(rows)],
+                columns.key[chosen],
+                position[which] + depth,
+                columns.sampling[chosen],
+                self._alternatives,
+            )
             if ruling is not None:
                 ruling.apply(drawn, rows)
             return drawn
@@ -329,7 +325,8 @@ class EmbeddedEngine:
             stopped[which] = self._stopped(chosen, token_ids)
             return np.asarray(stopped[which] | (columns.length[chosen] >= columns.limit[chosen]))
 
-        walk.go(draw, end)
+        walk = verify.Walk(drafts)
+        walk.go(draw, end, ahead=logits.numel() <= AHEAD)
         self._counters["sampling_seconds"] += self._clock() - began
         events: list[Event] = [self._emit(slots, walk, ruling)]
         for place in np.flatnonzero(walk.ended).tolist():
@@ -343,11 +340,6 @@ class EmbeddedEngine:
             events.append(Finished(self.worker, *name, reason))
             self._release(slot, int(columns.length[slot] - columns.prompt_length[slot]))
         return events
-
-    def _draw(self, logits: torch.Tensor, slots: IntArray, positions: IntArray) -> Sampled:
-        """The tokens at `positions` (R,) of the responses in `slots`, from `logits` (R, V)."""
-        keys, how = self._columns.key[slots], self._columns.sampling[slots]
-        return sampling_torch.sample(logits, keys, positions, how, self._alternatives)
 
     def _stopped(self, slots: IntArray, token_ids: IntArray) -> BoolArray:
         """Whether these tokens (R,) end their turns: by a stop token, or by completing a stop string."""

@@ -167,6 +167,7 @@ class FewTokens(TorchFunctionMode):
 def _fits(tokens: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     return (
         tokens.dtype == weight.dtype == torch.float32
+        and tokens.shape[-1] == weight.shape[1]  # torch says what is wrong
         and 0 < tokens.numel() <= MOST * tokens.shape[-1]
         and weight.shape[0] >= ROWS
         and weight.shape[1] % LANES == 0

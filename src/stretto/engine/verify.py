@@ -12,6 +12,7 @@ import numpy as np
 
 from stretto.alternatives import Alternatives
 from stretto.draft import MAX_NODES, Drafts, Verified
+from stretto.errors import StrettoError
 from stretto.records import BoolArray, FloatArray, IntArray
 from stretto.sampling import Sampled, kernel
 
@@ -70,25 +71,20 @@ class Walk:
         self.accepted = np.zeros(requests, np.int64)
         self._parts: list[tuple[IntArray, Sampled]] = []
 
-    def rows(self) -> tuple[IntArray, IntArray]:
-        """Whose each of the logits' rows is, (R + N,), and how many tokens after its newest one."""
-        owner = np.repeat(np.arange(self._first.size), self.drafts.counts + 1)
-        depth = np.zeros(owner.size, np.int64)
-        node = np.ones(owner.size, np.bool_)
-        node[self._first] = False
-        depth[node] = self.drafts.depth
-        return owner, depth
-
     def go(
         self,
         draw: Callable[[IntArray, IntArray, IntArray], Sampled],
         end: Callable[[IntArray, IntArray], BoolArray],
+        ahead: bool = False,
     ) -> None:
+        """`ahead`: draw from all rows at once, also from those of nodes that are not reached."""
+        everywhere = self._everywhere(draw) if ahead and self.drafts.token_ids.size else None
         drafts, here = self.drafts, np.full(self.emitted.size, -1)
         tree = (drafts.counts, drafts.parents, drafts.token_ids)
         active = np.arange(self.emitted.size)
         while active.size:
-            drawn = draw(self._first[active] + here[active] + 1, active, self.emitted[active])
+            rows = self._first[active] + here[active] + 1
+            drawn = draw(rows, active, self.emitted[active]) if everywhere is None else everywhere[rows]
             self._parts.append((active, drawn))
             self.emitted[active] += 1
             self.ended[active] = end(active, drawn.token_ids)
@@ -98,6 +94,17 @@ class Walk:
             here[active[hit]] = child[hit]
             self.accepted[active[hit]] += 1
             active = active[hit & ~self.ended[active]]
+
+    def _everywhere(self, draw: Callable[[IntArray, IntArray, IntArray], Sampled]) -> Sampled | None:
+        """What is drawn from each row; None where logits are broken, which matters only if they are reached."""
+        owner = np.repeat(np.arange(self._first.size), self.drafts.counts + 1)
+        depth, node = np.zeros(owner.size, np.int64), np.ones(owner.size, np.bool_)
+        node[self._first] = False
+        depth[node] = self.drafts.depth
+        try:
+            return draw(np.arange(owner.size), owner, depth)
+        except StrettoError:
+            return None
 
     def columns(self) -> tuple[IntArray, FloatArray, FloatArray]:
         """Token ids, log-probs and raw log-probs, (T,) each, request after request."""
