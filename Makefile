@@ -13,6 +13,8 @@
 #   make study-kill     kill runs everywhere and compare, some 40 minutes; goes on where it stopped
 #   make study-flips    count float32 flips over a million tokens, some 15 minutes; goes on where it stopped
 #   make study-reuse    what the reuse modes do to training, some 40 minutes; goes on where it stopped
+#   make study-curriculum   sorted against synchronous in training, some 40 minutes; goes on where it stopped
+#   make study-refresh  what generating dropped work again costs, some 20 minutes; goes on where it stopped
 #   make study-published   the published tables beside ours, simulated; goes on where it stopped
 #   make study-simulator   simulated runs beside real ones; goes on where it stopped
 #   make study-simulation  100,000 random worlds with all invariants, an hour or so; goes on where it stopped
@@ -33,7 +35,7 @@ ifneq ($(shell $(PY) -c 'print(1)' 2>/dev/null),1)
 .PHONY: $(VENV)/.core $(VENV)/.dev
 endif
 
-.PHONY: help demo test check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-published study-simulator study-simulation clean
+.PHONY: help demo test check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,9 +54,9 @@ check: $(VENV)/.dev
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-# Two workers of one thread each: tests are many and small.
+# Two workers of one thread each, a file in one of them, the long files first (tests/conftest.py).
 test: check
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 format: $(VENV)/.dev
 	$(PY) -m ruff check --fix .
@@ -69,7 +71,7 @@ smollm2: $(VENV)/.core
 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight: $(VENV)/.core
 	$(VENV)/bin/stretto bench $(@:bench-%=%) $(ARGS)
 
-study-kill study-flips study-reuse study-published study-simulator study-simulation: $(VENV)/.dev
+study-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation: $(VENV)/.dev
 	$(PY) -m $(@:study-%=studies.%) $(ARGS)
 
 clean:

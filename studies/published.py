@@ -1,11 +1,11 @@
 """The published tables beside ours: every scenario of studies/published, simulated.
 
-    python studies/published.py [NAME ...] [--runs FOLDER] [--json]
+    python -m studies.published [NAME ...] [--runs FOLDER] [--json]
 
 Workloads and costs stand in the scenario files, with the reasoning; they are the same for all schedules and were fixed
 before the schedules were run. Finished cells are kept in the folder's `cells.jsonl`; called again, the study goes on
-with the missing ones, and with those whose scenario has changed. A schedule that does not exist yet is listed as
-missing.
+with the missing ones, and with those whose scenario or code has changed. A schedule that does not exist yet is listed
+as missing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.simulate.command import run_candidate
 from stretto.simulate.scenario import parse_scenario
+from studies.kept import code, read_lines
 
 HEAD = """\
 # Published results, simulated
@@ -31,8 +32,10 @@ HEAD = """\
 Everything called "ours" on this page is **simulated**: the schedules, controller and ledger that train, in a simulated
 cluster (see [simulate.md](simulate.md)). Nothing here was measured on GPUs. Workloads and costs, with the reasoning,
 stand in `studies/published/`. They were committed before any of these schedules was run, only the synchronous rows
-were fitted, and they are the same for all schedules. What the papers do not say is assumed there, so a difference may
-be the assumption's. Idle is the slots' idle ratio; speed-ups are in useful tokens per second over the first row.
+were fitted, and they are the same for all schedules; what was added later is said to be under each table. What the
+papers do not say is assumed there, so a difference may be the assumption's. Idle is the slots' idle ratio; speed-ups
+are in useful tokens per second over the first row. Explanations in the texts are asserted, in small, by
+`tests/simulate/test_explanations.py`.
 """
 SCENARIOS = Path(__file__).parent / "published"
 Tree = dict[str, Any]
@@ -81,9 +84,9 @@ def cells(tree: Tree) -> Iterator[tuple[str, str, Tree]]:
             yield variant, table.get("name", table["kind"]), alone
 
 
-def digest(tree: Tree) -> str:
-    """Of all that a cell's result depends on, but for the code."""
-    return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
+def digest(tree: Tree, made_by: str) -> str:
+    """Of all that a cell's result depends on: the scenario, and the hash of the code."""
+    return hashlib.blake2b(json.dumps([tree, made_by], sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def simulate_cell(tree: Tree) -> dict[str, Any]:
@@ -141,8 +144,9 @@ def _row(name: str, published: dict[str, Any], found: dict[str, Any], base: dict
     if "missing" in found:
         return f"| {name} | {claimed} | missing: {found['missing'].splitlines()[0]} | | {idle} | | | | | |"
     ours, responses = _times(ratio_of(found, base)), _times(responses_ratio(found, base))
+    idled = 0.0 if -1e-9 < found["slot_idle"] < 0.0 else found["slot_idle"]  # a sum of rounded seconds
     return (
-        f"| {name} | {claimed} | {ours} | {responses} | {idle} | {max(0.0, found['slot_idle']):.1%} "
+        f"| {name} | {claimed} | {ours} | {responses} | {idle} | {idled:.1%} "
         f"| {found['useful_tokens_per_s']:,.0f} | {found['discarded_tokens_per_s']:,.0f} "
         f"| {found['reverified_tokens_per_s']:,.0f} | {found['staleness_mean']:.2f} / {found['staleness_max']} |"
     )
@@ -163,14 +167,14 @@ def main() -> int:
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
     store = options.runs / "cells.jsonl"
-    kept = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
-    known = {(c["scenario"], c["variant"], c["schedule"], c["digest"]): c["found"] for c in kept}
+    known = {(c["scenario"], c["variant"], c["schedule"], c["digest"]): c["found"] for c in read_lines(store)}
+    made_by = code()
     report: list[str] = []
     for name in options.names or names:
         tree = tomllib.loads((SCENARIOS / f"{name}.toml").read_text("utf-8"))
         done: dict[tuple[str, str], dict[str, Any]] = {}
         for variant, schedule, alone in cells(tree):
-            key = (name, variant, schedule, digest(alone))
+            key = (name, variant, schedule, digest(alone, made_by))
             if key not in known:
                 known[key] = simulate_cell(alone)
                 if "missing" not in known[key]:  # what is missing today is tried again

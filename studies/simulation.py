@@ -12,7 +12,6 @@ folder's `parts.jsonl`; called again, the study goes on with the missing ones, a
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import os
@@ -24,21 +23,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from studies.kept import code, read_lines
 from tests.simulation.scenario import draw
 from tests.simulation.world import Outcome, Violation, simulate
 
-ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent.parent / "tests" / "simulation"
 PART = 250  # seeds
 Part = dict[str, Any]
-
-
-def code() -> str:
-    """A hash of what the outcome depends on."""
-    digest = hashlib.blake2b(digest_size=8)
-    folders = (ROOT / "src" / "stretto", ROOT / "tests" / "simulation")
-    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def run_part(first: int, last: int) -> Part:
@@ -63,10 +54,7 @@ def run_part(first: int, last: int) -> Part:
 
 def read_parts(path: Path, wanted: str) -> dict[int, Part]:
     """Finished parts of this code, by their first seed."""
-    if not path.exists():
-        return {}
-    parts = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return {part["first"]: part for part in parts if part["code"] == wanted}
+    return {part["first"]: part for part in read_lines(path) if part["code"] == wanted}
 
 
 def run_missing(seeds: int, path: Path, wanted: str) -> Iterator[Part]:
@@ -104,7 +92,7 @@ def main() -> int:
     kinds: dict[str, Counter[str]] = {}
     failed: list[tuple[int, str]] = []
     seconds = 0.0
-    for part in run_missing(arguments.seeds, arguments.runs / "parts.jsonl", code()):
+    for part in run_missing(arguments.seeds, arguments.runs / "parts.jsonl", code(TESTS)):
         for kind, tried in part["kinds"].items():
             kinds.setdefault(kind, Counter()).update(tried)
         failed += part["failed"]

@@ -1,12 +1,14 @@
 """Does the simulator predict real runs? Each schedule trains the demo on a CPU, and is simulated with its lengths.
 
-    python studies/simulator.py [KIND ...] [--drafts] [--results FOLDER] [--processes N]
+    python -m studies.simulator [KIND ...] [--drafts] [--results FOLDER] [--processes N] [--repeats N]
 
-The costs come from another run (`synchronous`, another seed), scaled by one factor for the machine's speed, the ratio
-of the median step times. Of each run the last `MARGIN` updates are left out: what was unfinished when it ended has no
-recorded length. Weights hardly move (learning rate 1e-6), so a response that is generated again is as long as before;
-a simulated one is by definition. Runs are kept and resumed: called again, the study goes on. Counts mean something on
-any machine, seconds on an idle one only. Writes `FOLDER/table.md`.
+The costs come from another run (`synchronous`, a seed that no compared run has), with one factor for the machine's
+speed: that run's median step time over the one that it has when it is simulated itself. Each schedule is trained
+`--repeats` times, from seed 0 on, and each run compared with its own simulation; the table has means over the runs, and
+the 95 % interval (Student's t) of the difference. Of each run the last `MARGIN` updates are left out: what was
+unfinished when it ended has no recorded length. Weights hardly move (learning rate 1e-6), so a response that is
+generated again is as long as before; a simulated one is by definition. Runs are kept and resumed: called again, the
+study goes on. Counts mean something on any machine, seconds on an idle one only. Writes `FOLDER/table.md`.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import t as student
+
 from stretto import metrics_file
-from stretto.config import load_config
+from stretto.config import Config, load_config
 from stretto.engine.simulated import StepCost
+from stretto.schedule import make_schedule
 from stretto.simulate.calibrate import calibration
 from stretto.simulate.cost import Costs
 from stretto.simulate.workload import Recorded
@@ -45,6 +50,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "elastic": (),
 }
 Figures = dict[str, float]
+Both = dict[str, Figures]
+"""Of one run, "real" and "simulated"."""
 
 
 def train(run: Path, words: Sequence[str]) -> None:
@@ -57,20 +64,25 @@ def train(run: Path, words: Sequence[str]) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def measured(lines: Sequence[dict[str, Any]], slots: int) -> Figures:
+def available_seconds(line: dict[str, Any], config: Config) -> float:
+    """Of an update, how long a slot could have been busy: not while the learner or the recorder work in its stead."""
+    if config.fleet.kind == "processes" and make_schedule(config.schedule).overlaps:
+        return float(line["time/total"])
+    return float(line["time/total"] - line["time/update"] - line["time/boundary"])
+
+
+def measured(lines: Sequence[dict[str, Any]], config: Config) -> Figures:
     """A run's figures, from its metrics."""
     steps = sum(line["engine/steps"] for line in lines)
     decoding = sum(line["engine/decode_steps"] for line in lines)
+    available = [available_seconds(line, config) for line in lines]
+    idle = sum(s * line["rollout/bubble_ratio"] for s, line in zip(available, lines, strict=True))
     return {
         "steps": steps,
-        "idle by counts": 1.0 - decoding / (slots * steps),
-        "idle": statistics.mean(line["rollout/bubble_ratio"] for line in lines),
+        "idle by counts": 1.0 - decoding / (config.engine.max_num_seqs * steps),
+        "idle": idle / sum(available),
         "median s": statistics.median(line["time/total"] for line in lines),
     }
-
-
-def _busy(counted: dict[str, float]) -> float:
-    return counted["busy_slot_seconds"] / counted["available_slot_seconds"]
 
 
 def simulated(run: Path, measured: dict[str, Any], updates: int, drafts: bool) -> Figures:
@@ -95,38 +107,62 @@ def simulated(run: Path, measured: dict[str, Any], updates: int, drafts: bool) -
         drafting=Drafting(nodes=measured["drafts"]["nodes"]) if drafts else None,
     ).run(updates)
     counters = [update.counters for update in world.updates]
-    steps = sum(c["steps"] for c in counters)
+
+    def total(name: str) -> float:
+        return sum(c[name] for c in counters)
+
     harvests = [0.0, *(update.harvested for update in world.updates)]
     return {
-        "steps": steps,
-        "idle by counts": 1.0 - sum(c["decode_steps"] for c in counters) / (slots * steps),
-        "idle": 1.0 - steps_share * statistics.mean(_busy(counted) for counted in counters),
+        "steps": total("steps"),
+        "idle by counts": 1.0 - total("decode_steps") / (slots * total("steps")),
+        "idle": 1.0 - steps_share * total("busy_slot_seconds") / total("available_slot_seconds"),
         "median s": statistics.median(b - a for a, b in zip(harvests, harvests[1:], strict=False)),
     }
 
 
-def compare(folder: Path, kind: str, drafts: bool) -> dict[str, Figures]:
-    """One schedule's figures, real and simulated."""
-    run = folder / kind
+def compare(run: Path, costs: dict[str, Any], drafts: bool) -> Both:
+    """A run's figures, real and simulated."""
     lines = [line for line in metrics_file.read(run / "metrics.jsonl") if line["step"] > 0][:-MARGIN]
-    real = measured(lines, load_config(run / "config.toml").engine.max_num_seqs)
-    ours = simulated(run, calibration(folder / "calibration"), len(lines), drafts)
-    return {"real": real, "simulated": ours}
+    real = measured(lines, load_config(run / "config.toml"))
+    return {"real": real, "simulated": simulated(run, costs, len(lines), drafts)}
 
 
-def table(found: dict[str, dict[str, Figures]], factor: float) -> list[str]:
-    """In Markdown; seconds are simulated ones times `factor`."""
+def interval(values: Sequence[float], form: str) -> str:
+    """Their mean, and where there are several its 95 % interval, under the assumption that they are normal."""
+    mean, n = statistics.fmean(values), len(values)
+    if n < 2:
+        return f"{mean:+{form}}"
+    half = float(student.ppf(0.975, n - 1)) * statistics.stdev(values) / n**0.5
+    return f"{mean:+{form}} ({mean - half:+{form}} to {mean + half:+{form}})"
+
+
+def table(found: dict[str, list[Both]], factor: float) -> list[str]:
+    """In Markdown: means of the real runs, and what is simulated against them; seconds are simulated ones times
+    `factor`.
+    """
     lines = [
-        "| schedule | engine steps | simulated | idle by counts | simulated | idle by time | simulated "
-        "| median step s | simulated |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"The machine's speed against the calibration: {factor:.3f}. Differences: simulated - real.",
+        "",
+        "| schedule | runs | engine steps | difference | idle by counts | difference | idle by time | difference "
+        "| median step s | difference |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for kind, both in found.items():
-        real, ours = both["real"], both["simulated"]
+    for kind, runs in found.items():
+
+        def mean(name: str, runs: Sequence[Both] = runs) -> float:
+            return statistics.fmean(both["real"][name] for both in runs)
+
+        def ratio(name: str, scale: float = 1.0, runs: Sequence[Both] = runs) -> str:
+            off = [scale * both["simulated"][name] / both["real"][name] - 1.0 for both in runs]
+            return interval(off, ".1%")
+
+        def points(name: str, runs: Sequence[Both] = runs) -> str:
+            return interval([100.0 * (both["simulated"][name] - both["real"][name]) for both in runs], ".1f")
+
         lines.append(
-            f"| {kind} | {real['steps']:.0f} | {ours['steps']:.0f} ({ours['steps'] / real['steps'] - 1:+.1%}) "
-            f"| {real['idle by counts']:.1%} | {ours['idle by counts']:.1%} | {real['idle']:.1%} | {ours['idle']:.1%} "
-            f"| {real['median s']:.2f} | {factor * ours['median s']:.2f} |"
+            f"| {kind} | {len(runs)} | {mean('steps'):.0f} | {ratio('steps')} "
+            f"| {mean('idle by counts'):.1%} | {points('idle by counts')} | {mean('idle'):.1%} | {points('idle')} "
+            f"| {mean('median s'):.2f} | {ratio('median s', factor)} |"
         )
     return lines
 
@@ -137,6 +173,7 @@ def main() -> int:
     parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], help="schedules; none: all")
     parser.add_argument("--results", type=Path, default=Path("runs/simulator"))
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each schedule, from seed 0 on")
     parser.add_argument("--drafts", action="store_true", help="with drafts; else without")
     parser.add_argument(
         "--processes", type=int, default=0, help="workers of a fleet of processes; 0: in process"
@@ -148,14 +185,18 @@ def main() -> int:
         words += ["--draft.budget", "none"]
     if options.processes:
         words += ["--fleet.kind", "processes", "--fleet.workers", str(options.processes)]
-    train(folder / "calibration", [*words, "--seed", "1"])
-    found: dict[str, dict[str, Figures]] = {}
+    train(folder / "calibration", [*words, "--seed", str(options.repeats)])
+    costs = calibration(folder / "calibration")
+    speed = compare(folder / "calibration", costs, options.drafts)
+    found: dict[str, list[Both]] = {}
     for kind in options.kinds or KINDS:
-        train(folder / kind, [*words, "--seed", "0", "--schedule.kind", kind, *KINDS[kind]])
-        found[kind] = compare(folder, kind, options.drafts)
-        print(json.dumps({"schedule": kind, **found[kind]}))
-    base = found.get("synchronous", next(iter(found.values())))
-    lines = table(found, base["real"]["median s"] / base["simulated"]["median s"])
+        for seed in range(options.repeats):
+            run = folder / f"{kind}-{seed}"
+            train(run, [*words, "--seed", str(seed), "--schedule.kind", kind, *KINDS[kind]])
+            both = compare(run, costs, options.drafts)
+            found.setdefault(kind, []).append(both)
+            print(json.dumps({"schedule": kind, "seed": seed, **both}), flush=True)
+    lines = table(found, speed["real"]["median s"] / speed["simulated"]["median s"])
     (folder / "table.md").write_text("\n".join(lines) + "\n", "utf-8")
     print("\n".join(lines))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stretto.buffer import Ledger
-from stretto.records import State
+from stretto.records import Progress, State
 from stretto.requests import ENDED
 
 
@@ -17,10 +17,10 @@ def check(ledger: Ledger) -> None:
     def ids(*states: State) -> set[int]:
         return {int(row) + first for row in np.flatnonzero(np.isin(state, states))}
 
-    assert set(ledger.waiting) == ids(State.PENDING, State.PARKED)
-    assert set(ledger.scored) == ids(State.SCORED)
+    assert set(ledger.waiting) == ids(State.PENDING, State.PARKED), "what waits"
+    assert set(ledger.scored) == ids(State.SCORED), "what is scored"
     running = ids(State.RUNNING)
-    assert {i for held in ledger.running.values() for i in held} == running
+    assert {i for held in ledger.running.values() for i in held} == running, "what runs"
     for worker, held in ledger.running.items():
         assert all(c.worker[i - first] == worker for i in held)
     alive = set(range(first, first + c.size)) - ids(*ENDED)
@@ -34,8 +34,8 @@ def check(ledger: Ledger) -> None:
             assert group not in groups.ready
             continue
         unscored = sum(s not in (State.SCORED, *ENDED) for s in states)
-        assert groups.unscored[group] == unscored
-        assert (group in groups.ready) == (unscored == 0)
+        assert groups.unscored[group] == unscored, f"group {group}: members without reward"
+        assert (group in groups.ready) == (unscored == 0), f"group {group}: whether it is ready"
     living = {int(c.group[i - first]) for i in alive}
     assert set(groups.unscored) == living
     assert set(groups.ready) <= living
@@ -48,6 +48,15 @@ def check(ledger: Ledger) -> None:
         assert length == sum(count for _, _, count in tokens.runs)
     assert (c.length[: c.size] <= ledger.sampling.max_new_tokens).all()
     assert (c.accepted[: c.size] <= np.minimum(c.drafted, c.length)[: c.size]).all()
+
+
+def check_progress(event: Progress) -> None:
+    """Each request once, and as many tokens as are counted."""
+    ids = event.ids.tolist()
+    assert len(set(ids)) == len(ids) == event.attempts.size == event.counts.size
+    assert (event.counts > 0).all()
+    for column in (event.token_ids, event.logprobs, event.raw_logprobs):
+        assert column is None or column.size == event.counts.sum()
 
 
 def check_staleness(ledger: Ledger) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 
@@ -218,3 +220,34 @@ def test_an_observation_must_leave_room_in_the_context() -> None:
     book.apply([progress([first], [[1, 2]]), Finished(0, 0, 1, FinishReason.STOP)])
     (finished,) = book.apply([Observed(0, 1, np.array([30, 31, 32]), done=False)])
     assert finished.finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("strategy", "state"), [("refresh", State.PENDING), ("drop", State.DISCARDED)])
+def test_what_a_later_event_gives_up_is_not_graded(
+    strategy: Literal["refresh", "drop"], state: State
+) -> None:
+    """One response ends while an update is made that leaves its tokens too old, and both are heard of at once."""
+    book = Ledger(SamplingParams(), max_staleness=0, strategy=strategy)
+    book.apply([WorkerUp(0, 2, 0)])
+    book.admit([(prompt(0), 0), (prompt(1), 0)], 1)
+    first, second = book.start([0, 1], worker=0)
+    book.apply([progress([first], [[5]]), Finished(0, 0, 1, FinishReason.STOP)])
+    book.apply([Scored(0, 1, 1.0)])
+    book.harvest([0])
+    ended = book.apply([progress([second], [[6]]), Finished(0, 1, 1, FinishReason.STOP), Updated(1)])
+    assert ended == []
+    assert book.rollout(1).outcome == state
+    check(book)
+
+
+def test_what_has_been_logged_leaves_no_objects_behind() -> None:
+    book = ledger()
+    book.admit([(prompt(0), 0)], 1)
+    (request,) = book.start([0], worker=0)
+    book.apply([progress([request], [[5]]), Finished(0, 0, 1, FinishReason.STOP)])
+    book.apply([Scored(0, 1, 1.0, parts={"format": 1.0})])
+    book.harvest([0])
+    (rollout,) = book.take_finished()
+    assert rollout.reward_parts == {"format": 1.0}
+    assert book.columns.reward_parts[0] is None
+    check(book)

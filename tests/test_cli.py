@@ -124,6 +124,7 @@ def test_the_module_is_the_command() -> None:
         (["resume", "runs/x", "20"], '"20": expected an option such as --steps 20'),
         (["eval", "model", "--checkpoint", "lates"], '--checkpoint "lates": did you mean "latest"?'),
         (["show", "nowhere/run"], "nowhere/run is not a run folder"),
+        (["simulate", "--calibrate", "nowhere/run"], "nowhere/run is not a run folder"),
         (["bench", "engin"], 'no benchmark "engin"; did you mean "engine"?'),
     ],
 )
@@ -269,6 +270,12 @@ def test_eval_of_a_model_says_on_what(library: Library, capsys: pytest.CaptureFi
 
 
 # ---- bench ----------------------------------------------------------------------------------------------
+
+
+def test_the_help_of_bench_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert [name for name in BENCHMARKS if f'"{name}"' not in said] == []
 
 
 def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from stretto.buffer import Ledger
 from stretto.history.lengths import Ended
 from stretto.history.log import read_ended, read_rollouts
+from stretto.records import SamplingParams, WorkerDown, WorkerUp
 from stretto.trainer import Trainer
 from tests.test_trainer import metrics, small
 
@@ -36,6 +38,16 @@ def test_lengths_are_predicted_from_what_has_finished_and_after_a_resume_as_if_i
         (e.prompt.uid, e.prompt.token_ids.tolist(), *e[1:])
         for e in (Ended.of(r, r.token_ids.size) for r in logged)
     ]
+
+
+def test_slots_count_while_their_workers_are_up() -> None:
+    now = [1.0]
+    ledger = Ledger(SamplingParams(), now=lambda: now[0])
+    for event in (WorkerUp(0, 8, 0), WorkerUp(1, 4, 0), WorkerDown(0), None):
+        ledger.apply([event] if event is not None else [])
+        now[0] += 2.0
+    assert ledger.slot_seconds() == 8 * 2 + 12 * 2 + 4 * 4
+    assert ledger.slot_seconds() == 56
 
 
 @pytest.mark.parametrize("budget", ["none", "fixed"])

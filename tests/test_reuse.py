@@ -16,6 +16,8 @@ from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.trainer import Trainer
 from studies import reuse as study
+from studies.cells import table
+from tests.test_drafting import damage
 from tests.test_trainer import assert_same_run, metrics, small
 
 PREFIX: dict[str, Any] = {"reuse.kind": "prefix", "data.limit": 2, "learner.learning_rate": 3e-3}
@@ -82,9 +84,7 @@ def test_a_damaged_log_is_refused(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(undisturbed, folder, symlinks=True)
     log = folder / "consumed/step-000001.parquet"
-    content = bytearray(log.read_bytes())
-    content[len(content) // 3] ^= 255
-    log.write_bytes(content)
+    damage(log, "prompt_uid")  # it cannot be told whose responses are in there
     with pytest.raises(
         StrettoError, match=r'(?s)step-000001.*reuse\.kind = "prefix" takes responses from there'
     ):
@@ -124,7 +124,7 @@ class TestStudy:
     def test_table(self) -> None:
         figures = {name: 1.0 for name in study.COLUMNS if name != "speed"}
         cells = [
-            {**figures, "mode": mode, "seed": seed, "rollout_seconds": seconds, "accuracy": accuracy}
+            {**figures, "arm": mode, "seed": seed, "rollout_seconds": seconds, "accuracy": accuracy}
             for mode, seed, seconds, accuracy in (
                 ("exact", 0, 8.0, 0.5),
                 ("exact", 1, 6.0, 0.7),
@@ -132,7 +132,7 @@ class TestStudy:
                 ("prefix, lenience 1", 1, 2.0, None),
             )
         ]
-        head, _, exact, prefix = study.table(cells).splitlines()
+        head, _, exact, prefix = table(study.with_speed(cells), study.COLUMNS, "mode").splitlines()
         titles = head.split(" | ")
         assert exact.split(" | ")[1] == "1.00 (1.00 to 1.00)"
         assert prefix.split(" | ")[1:3] == ["2.50 (2.00 to 3.00)", "3.0 (2.0 to 4.0)"]
@@ -143,7 +143,7 @@ class TestStudy:
         figures = {name: 1.0 for name in study.COLUMNS if name != "speed"}
         (tmp_path / "cells").mkdir()
         for name, keys in (("exact-0", []), ("exact-1", ["--steps", "1"])):
-            cell = {**figures, "mode": "exact", "seed": int(name[-1]), "keys": keys}
+            cell = {**figures, "arm": "exact", "seed": int(name[-1]), "keys": keys}
             (tmp_path / f"cells/{name}.json").write_text(json.dumps(cell))
         words = ["--results", str(tmp_path), "--modes", "exact"]
         study.main([*words, "--seeds", "1"])

@@ -91,6 +91,11 @@ def test_what_is_no_run_is_not_opened(run: RunFolder, tmp_path: Path) -> None:
         StrettoError, match=r'demmo is not a run folder: it has no config.toml; did you mean "demo"'
     ):
         RunFolder.open(run.path.with_name("demmo"))
+    for number in range(9):
+        (run.path.with_name(f"other-{number}")).mkdir()
+        (run.path.with_name(f"other-{number}") / "config.toml").touch()
+    with pytest.raises(StrettoError, match=r"the nearest of 10: [\w-]+, [\w-]+, [\w-]+$"):
+        RunFolder.open(run.path.with_name("zq"))
     with pytest.raises(StrettoError, match=f"there are no runs in {tmp_path}/nowhere"):
         RunFolder.open(tmp_path / "nowhere" / "demo")
     assert not (tmp_path / "nowhere").exists()

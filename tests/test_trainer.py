@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 import stretto
-from stretto.config import Config, DataConfig, load_config
+from stretto.config import Config, DataConfig, dump_toml, load_config
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.observe.progress import SilentReporter
@@ -23,6 +22,7 @@ from stretto.run import RunResult
 from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer, train
 from tests.models import tiny_model
+from tests.rewards import brief, failing
 from tests.tasks.two_turn import TwoTurn
 
 CONTRACT = """step version epoch reward/mean response_length/mean response_length/p50 response_length/p99
@@ -31,10 +31,7 @@ rollout/bubble_ratio rollout/discarded_tokens rollout/reverified_tokens spec/dra
 spec/mean_acceptance_length off_policy/staleness_mean off_policy/staleness_max off_policy/ratio_mean
 off_policy/clip_fraction off_policy/logprob_mismatch policy/loss policy/kl policy/entropy policy/grad_norm""".split()
 
-
-def vowels(completion: str, row: Mapping[str, Any]) -> float:
-    """A reward that differs between any two responses, however short."""
-    return sum(completion.count(vowel) for vowel in "aeiou") / (1 + len(completion))
+REWARDS = Path(__file__).parent / "rewards.py"
 
 
 def small(folder: Path, name: str, **changes: Any) -> Config:
@@ -49,7 +46,7 @@ def small(folder: Path, name: str, **changes: Any) -> Config:
         "schedule.samples": 3,
         "engine.max_num_seqs": 4,
         "draft.step_ms": [1.0, 1.1, 1.2, 1.4, 1.8],  # drafting pays
-        "reward.functions": [f"{__file__}:vowels"],
+        "reward.functions": [f"{REWARDS}:vowels"],
         "checkpoint.every": 1,
         "eval.enabled": False,
     }
@@ -194,13 +191,28 @@ def test_resume_refuses_to_become_another_run(undisturbed: Path) -> None:
         Trainer.resume(undisturbed, {"learner.learning_rate": 1.0})
 
 
-def later_is_better(completion: str, row: Mapping[str, Any]) -> float:
-    return time.time()
+def test_a_resumed_run_does_not_end_before_where_it_goes_on(tmp_path: Path) -> None:
+    config = small(tmp_path, "made", steps=9)
+    with RunFolder.create(tmp_path / "made", dump_toml(config)) as folder:
+        for step in (2, 4, 6):
+            folder.checkpoint_folder(step).mkdir()
+    saved = (tmp_path / "made" / "config.toml").read_bytes()
+    step: int | None
+    for changes, step, said in (
+        ({"steps": 5}, None, r"steps = 5: the run has made 6; use at least 6, or --step 4 to go back$"),
+        ({"steps": 1}, None, r"steps = 1: the run has made 6; use at least 6$"),
+        ({"steps": 3}, 4, r"steps = 3: it would go on from 4; use at least 4, or --step 2 to go back$"),
+    ):
+        with pytest.raises(StrettoError, match=said):
+            Trainer.resume(tmp_path / "made", changes, step=step)
+    assert (tmp_path / "made" / "config.toml").read_bytes() == saved
+    for changes, step in (({"steps": 6}, None), ({"steps": 4}, 4)):
+        assert Trainer.resume(tmp_path / "made", changes, step=step).config.steps == changes["steps"]
 
 
 def test_a_run_goes_back_to_before_its_best_checkpoint(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"steps": 4, "eval.enabled": True, "eval.limit": 1, "eval.every": 2}
-    changes["reward.functions"] = [f"{__file__}:later_is_better"]
+    changes["reward.functions"] = [f"{REWARDS}:later_is_better"]
     folder = Trainer(small(tmp_path, "back", **changes)).run().folder
     steps = RunFolder.open(folder).checkpoint_steps
     assert steps() == [3, 4]  # at step 3 the best was step 2, which step 4 has replaced
@@ -211,17 +223,13 @@ def test_a_run_goes_back_to_before_its_best_checkpoint(tmp_path: Path) -> None:
 
 def test_a_new_way_to_evaluate_chooses_the_best_checkpoint_anew(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"steps": 2, "eval.enabled": True, "eval.limit": 1, "eval.every": 1}
-    changes["reward.functions"] = [f"{__file__}:earlier_is_better"]
+    changes["reward.functions"] = [f"{REWARDS}:earlier_is_better"]
     folder = Trainer(small(tmp_path, "anew", **changes)).run().folder
     assert (folder / "best").resolve().name == "step-000001"
     reporter = Messages()
     Trainer.resume(folder, {"steps": 3, "eval.limit": 2}, reporter=reporter).run()
     assert (folder / "best").resolve().name == "step-000003"
     assert any("eval.limit changed: accuracies" in text for text in reporter.texts)
-
-
-def earlier_is_better(completion: str, row: Mapping[str, Any]) -> float:
-    return -time.time()
 
 
 class Messages(SilentReporter):
@@ -289,10 +297,6 @@ def test_turns_are_trained_on_without_the_environments_words(tmp_path: Path) -> 
         assert len(observed) > 0
 
 
-def failing(completions: list[str], **columns: Any) -> list[float]:
-    raise RuntimeError("no such luck")
-
-
 def test_a_failing_reward_is_counted_and_left_out_or_ends_the_run(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"reward.functions": [], "steps": 1}
     result = Trainer(small(tmp_path, "excluded", **changes), reward=failing).run()
@@ -301,10 +305,6 @@ def test_a_failing_reward_is_counted_and_left_out_or_ends_the_run(tmp_path: Path
     stopping = small(tmp_path, "stopping", **changes, **{"reward.on_error": "stop"})
     with pytest.raises(StrettoError, match="no such luck"):
         Trainer(stopping, reward=failing).run()
-
-
-def brief(completions: list[str], **columns: Any) -> list[float]:
-    return [1.0 / (1 + len(completion)) for completion in completions]
 
 
 def test_the_library_trains_on_rows_and_a_function(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,16 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def publish(files: WeightFiles, ref: WeightsRef, workers: Iterable[int]) -> WeightsRef:
+    written = files.write(ref)
+    files.publish(written, workers)
+    return written
+
+
 class TestFiles:
     def test_what_was_published_is_read(self, tmp_path: Path) -> None:
         files = WeightFiles(tmp_path / "weights")
-        ref = files.publish(WeightsRef(3, "copy", tensors(0.5)), [0])
+        ref = publish(files, WeightsRef(3, "copy", tensors(0.5)), [0])
         assert (ref.kind, ref.version, dict(ref.tensors)) == ("file", 3, {})
         copy = read_weights(ref)
         assert (copy.kind, copy.version) == ("copy", 3)
@@ -53,14 +60,14 @@ class TestFiles:
 
     def test_a_version_is_written_once(self, tmp_path: Path) -> None:
         files = WeightFiles(tmp_path / "weights")
-        first = files.publish(WeightsRef(1, "copy", tensors(1.0)), [0])
-        assert files.publish(WeightsRef(1, "copy", {}), [1]) is first
+        first = publish(files, WeightsRef(1, "copy", tensors(1.0)), [0])
+        assert publish(files, WeightsRef(1, "copy", {}), [1]) is first
 
     def test_files_stay_while_somebody_needs_them(self, tmp_path: Path) -> None:
         folder = tmp_path / "weights"
         files = WeightFiles(folder)
-        files.publish(WeightsRef(1, "copy", tensors(1.0)), [0, 1])
-        files.publish(WeightsRef(2, "copy", tensors(2.0)), [0])
+        publish(files, WeightsRef(1, "copy", tensors(1.0)), [0, 1])
+        publish(files, WeightsRef(2, "copy", tensors(2.0)), [0])
         files.taken(0, 1)
         assert names(folder) == ["version-000001.safetensors", "version-000002.safetensors"]
         files.taken(1)  # it is gone
@@ -74,12 +81,12 @@ class TestFiles:
         (tmp_path / "weights").mkdir()
         (tmp_path / "weights" / "version-000009.safetensors").write_bytes(b"old")
         files = WeightFiles(tmp_path / "weights")
-        files.publish(WeightsRef(1, "copy", tensors(1.0)), [0])
+        publish(files, WeightsRef(1, "copy", tensors(1.0)), [0])
         assert names(tmp_path / "weights") == ["version-000001.safetensors"]
 
     @pytest.mark.parametrize("damage", ["other", "cut", "gone"])
     def test_anything_else_is_refused(self, damage: str, tmp_path: Path) -> None:
-        ref = WeightFiles(tmp_path / "weights").publish(WeightsRef(1, "copy", tensors(1.0)), [0])
+        ref = WeightFiles(tmp_path / "weights").write(WeightsRef(1, "copy", tensors(1.0)))
         file = Path(ref.location)
         if damage == "other":
             save_file(tensors(2.0), file)
@@ -93,4 +100,4 @@ class TestFiles:
     def test_a_disk_that_refuses_is_said(self, tmp_path: Path) -> None:
         (tmp_path / "weights").write_text("in the way")
         with pytest.raises(StrettoError, match="weights of version 1: cannot write .* `stretto resume`"):
-            WeightFiles(tmp_path / "weights").publish(WeightsRef(1, "copy", tensors(1.0)), [0])
+            WeightFiles(tmp_path / "weights").write(WeightsRef(1, "copy", tensors(1.0)))

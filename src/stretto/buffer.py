@@ -24,6 +24,7 @@ from stretto.records import (
     Event,
     Finished,
     FinishReason,
+    Leapt,
     Loaded,
     Observed,
     Progress,
@@ -52,8 +53,6 @@ from stretto.requests import (
 from stretto.sampling import request_keys
 from stretto.staleness import BoundedRequests, Strategy, Unit
 from stretto.view import LedgerView
-
-FEW = 8
 
 
 class Ledger(BoundedRequests):
@@ -92,6 +91,7 @@ class Ledger(BoundedRequests):
         self.view = LedgerView(self)
         self._enter: dict[type, Callable[[Any], Sequence[int] | None]] = {
             Progress: self._progress,
+            Leapt: self._leapt,
             Finished: self._finished,
             Scored: self._scored,
             Stopped: self._stopped,
@@ -110,15 +110,16 @@ class Ledger(BoundedRequests):
         Events of an old attempt are dropped and counted in `counters["stale_events"]`.
         """
         ended: list[int] = []
+        handlers = self._enter
         for event in events:
-            enter = self._enter.get(type(event))
-            if enter is not None:
-                ended += enter(event) or ()
+            enter = handlers.get(type(event))
+            if enter is not None and (new := enter(event)):
+                ended += new
         if not ended:
             return []
-        if len(ended) > 1:  # what ended may have been given up by a later event
-            state, first = self.columns.state, self.first_id
-            ended = [i for i in ended if state.item(i - first) in (FINISHED, WAITING)]
+        state, first = self.columns.cells.state, self.first_id
+        # What ended may have been given up by a later event.
+        ended = [i for i in ended if state[i - first] in (FINISHED, WAITING)]
         rollouts = self.rollouts(ended)
         for rollout in rollouts:
             if rollout.outcome is State.FINISHED:
@@ -133,14 +134,17 @@ class Ledger(BoundedRequests):
         self.loaded[event.worker] = event.version
 
     def _worker_up(self, event: WorkerUp) -> None:
+        self.slot_seconds()  # of those until now
         self.slots[event.worker] = event.slots
         self.loaded[event.worker] = event.version
+        self.places[event.worker] = event.worker if event.place is None else event.place
         self.running.setdefault(event.worker, {})
 
     def _worker_down(self, event: WorkerDown) -> None:
+        self.slot_seconds()  # of those until now
         for request_id in list(self.running.get(event.worker, ()))[::-1]:
             self._release(request_id)
-        for table in (self.running, self.slots, self.loaded):
+        for table in (self.running, self.slots, self.loaded, self.places):
             table.pop(event.worker, None)
 
     def _stopped(self, event: Stopped) -> None:
@@ -150,16 +154,13 @@ class Ledger(BoundedRequests):
     def _is_at(self, request_id: int, state: int, attempt: int) -> bool:
         """Whether a request is in this state, in this attempt; else an event about it is old, and counted."""
         row, c = request_id - self.first_id, self.columns
-        if 0 <= row < c.size and c.state.item(row) == state and c.attempt.item(row) == attempt:
+        if 0 <= row < c.size and c.cells.state[row] == state and c.cells.attempt[row] == attempt:
             return True
         self.counters["stale_events"] += 1
         return False
 
     def _progress(self, event: Progress) -> None:
         c = self.columns
-        if event.token_ids is None and event.drafted is None and len(event.ids) <= FEW:
-            self._leaped(event)
-            return
         rows = event.ids - self.first_id
         known = (c.state[rows] == RUNNING) & (c.attempt[rows] == event.attempts)
         if not known.all():
@@ -184,34 +185,30 @@ class Ledger(BoundedRequests):
                 top = event.top[part] if event.top is not None else None
                 self._tokens(request_id).extend(ids[part], logprobs[part], raw[part], event.version, top)
 
-    def _leaped(self, event: Progress) -> None:
-        """As `_progress`, for a few requests whose tokens are not known: one by one is faster then."""
-        c, version = self.columns, event.version
-        ids, attempts, counts = event.ids.tolist(), event.attempts.tolist(), event.counts.tolist()
-        for request_id, attempt, count in zip(ids, attempts, counts, strict=True):
-            if self._is_at(request_id, RUNNING, attempt):
-                row = request_id - self.first_id
-                self.generated_tokens += count
-                c.length[row] = c.length.item(row) + count
-                if not 0 <= c.first_version.item(row) <= version:
-                    c.first_version[row] = version
+    def _leapt(self, event: Leapt) -> None:
+        if self._is_at(event.id, RUNNING, event.attempt):
+            row, cells, version = event.id - self.first_id, self.columns.cells, event.version
+            self.generated_tokens += event.count
+            cells.length[row] += event.count
+            if not 0 <= cells.first_version[row] <= version:
+                cells.first_version[row] = version
 
     def _finished(self, event: Finished) -> Sequence[int]:
         if not self._is_at(event.id, RUNNING, event.attempt):
             return ()
-        row, c = event.id - self.first_id, self.columns
+        row, cells = event.id - self.first_id, self.columns.cells
         if self.max_staleness is not None:
-            if self._overdue(c.first_version.item(row)) and not c.refreshing[row]:
+            if self._overdue(cells.first_version[row]) and not cells.refreshing[row]:
                 self._let_go([row])  # its worker had weights that are too old by now
-            if c.refreshing[row] or c.state.item(row) != RUNNING:
-                if c.state.item(row) == RUNNING:
+            if cells.refreshing[row] or cells.state[row] != RUNNING:
+                if cells.state[row] == RUNNING:
                     self._release(event.id)
                 return ()
-        del self.running[c.worker.item(row)][event.id]
+        del self.running[cells.worker[row]][event.id]
         turn_ended = self.multi_turn and event.reason == FinishReason.STOP
-        c.state[row] = WAITING if turn_ended else FINISHED
-        c.finish_reason[row] = event.reason
-        c.finished_at[row] = self.now()
+        cells.state[row] = WAITING if turn_ended else FINISHED
+        self.columns.finish_reason[row] = event.reason
+        cells.finished_at[row] = self.now()
         return (event.id,)
 
     def _observed(self, event: Observed) -> Sequence[int]:
@@ -238,8 +235,9 @@ class Ledger(BoundedRequests):
         if not self._is_at(event.id, FINISHED, event.attempt):
             return
         row, c = event.id - self.first_id, self.columns
-        c.state[row] = SCORED
-        c.reward[row] = event.reward
+        cells = c.cells
+        cells.state[row] = SCORED
+        cells.reward[row] = event.reward
         c.reward_status[row] = event.status
         c.reward_parts[row] = event.parts
         record = self._records.get(event.id)
@@ -250,7 +248,7 @@ class Ledger(BoundedRequests):
             self.counters["reward_timeouts" if event.status == "timeout" else "reward_errors"] += 1
         self.scored[event.id] = None
         self._to_log[event.id] = None
-        self.groups.scored(c.group.item(row))
+        self.groups.scored(cells.group[row])
 
     # ---- decisions ------------------------------------------------------------------------------------
 
@@ -276,23 +274,24 @@ class Ledger(BoundedRequests):
         """
         now = self.now()
         requests = []
-        c, first, running = self.columns, self.first_id, self.running[worker]
+        c, cells, first, running = self.columns, self.columns.cells, self.first_id, self.running[worker]
+        waiting, drafts, prompts = self.waiting, self.drafts, self.groups.prompts
         for request_id in ids:
             row = request_id - first
-            if request_id not in self.waiting:
-                state = STATES[c.state.item(row)].name
+            if request_id not in waiting:
+                state = STATES[cells.state[row]].name
                 raise ValueError(f"request {request_id} is {state}, not waiting: it cannot start")
-            del self.waiting[request_id]
+            del waiting[request_id]
             running[request_id] = None
-            c.state[row] = RUNNING
-            c.worker[row] = worker
-            c.attempt[row] = c.attempt.item(row) + 1
-            c.keep[row] = True
-            if c.started_at.item(row) != c.started_at.item(row):  # nan: never before
-                c.started_at[row] = now
-            prompt, tokens = self.groups.prompts[c.group.item(row)], self.tokens.get(request_id)
-            draft = self.drafts.get(request_id, NO_IDS)
-            if draft.size and request_id not in self.drafted:
+            cells.state[row] = RUNNING
+            cells.worker[row] = worker
+            cells.attempt[row] += 1
+            cells.keep[row] = True
+            if cells.started_at[row] != cells.started_at[row]:  # nan: never before
+                cells.started_at[row] = now
+            prompt, tokens = prompts[cells.group[row]], self.tokens.get(request_id)
+            draft = drafts.get(request_id, NO_IDS)
+            if request_id in drafts and request_id not in self.drafted:
                 self.drafted.add(request_id)
                 self.counters["reverified_tokens"] += draft.size
             requests.append(c.request(row, request_id, prompt, tokens, draft, self.sampling, max_new))
@@ -306,9 +305,9 @@ class Ledger(BoundedRequests):
         Without `keep` they are refreshed, unless they have ended before their worker hears of it.
         """
         for request_id in ids:
-            row = request_id - self.first_id
-            if self.columns.state.item(row) == RUNNING and not self.columns.refreshing[row]:
-                self.columns.keep[row] = keep
+            row, cells = request_id - self.first_id, self.columns.cells
+            if cells.state[row] == RUNNING and not cells.refreshing[row]:
+                cells.keep[row] = keep
                 self._tell_to_stop(row)
 
     def harvest(self, ids: Sequence[int], final: bool = True) -> UpdateBatch:

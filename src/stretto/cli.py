@@ -315,8 +315,10 @@ def simulate(
     if calibrate is not None:
         if scenario is not None or charts is not None:
             raise StrettoError("--calibrate RUN makes a scenario; it takes no other argument")
+        from stretto.run_folder import RunFolder
         from stretto.simulate.calibrate import calibration, scenario_of
 
+        RunFolder.open(calibrate)  # says what is there instead
         measured = calibration(calibrate)
         print(_line(measured) if json else scenario_of(calibrate, measured), end="\n" if json else "")
         return 0
@@ -341,7 +343,7 @@ def bench(
     """Measure the speed of a part on this machine. `stretto bench NAME --help` lists its options.
 
     Args:
-        name: "engine", "bookkeeping", "draft", "rollout", "inflight" or "simulation".
+        name: "engine", "linear", "bookkeeping", "draft", "rollout", "inflight" or "simulation".
         *words: The benchmark's own options.
     """
     if name in ("-h", "--help"):

@@ -52,9 +52,10 @@ def is_unknown(ids: IntArray) -> bool:
 
 
 def unknown_arrays(count: int, version: int) -> tuple[IntArray, FloatArray, FloatArray, IntArray, BoolArray]:
-    """What `Tokens.arrays` gives, of as many tokens as nobody knows."""
-    logprobs = _NO_LOGPROBS_KNOWN[:count]
-    return _NO_IDS_KNOWN[:count], logprobs, logprobs, _constant(version)[:count], _ALL_TRAINED[:count]
+    """What `Tokens.arrays` gives, of as many tokens as nobody knows; read-only."""
+    part = slice(count)
+    logprobs = _NO_LOGPROBS_KNOWN[part]
+    return _NO_IDS_KNOWN[part], logprobs, logprobs, _constant(version)[part], _ALL_TRAINED[part]
 
 
 @lru_cache(maxsize=64)
@@ -69,6 +70,29 @@ _ALL_TRAINED: BoolArray = np.broadcast_to(np.bool_(True), (1 << 40,))
 STATES = tuple(State)
 """By number: faster than `State(number)`."""
 NOT_ENDED = FinishReason.NONE
+
+
+class Cells:
+    """The columns of numbers once more, for one value at a time: that takes a third of the time that an array takes."""
+
+    group: memoryview[int]
+    turn_start: memoryview[int]
+    key: memoryview[int]
+    reward: memoryview[float]
+    state: memoryview[int]
+    worker: memoryview[int]
+    attempt: memoryview[int]
+    started_at: memoryview[float]
+    finished_at: memoryview[float]
+    length: memoryview[int]
+    first_version: memoryview[int]
+    refreshes: memoryview[int]
+    keep: memoryview[bool]
+    refreshing: memoryview[bool]
+
+    def __init__(self, table: npt.NDArray[Any]) -> None:
+        for name in self.__annotations__:
+            setattr(self, name, memoryview(table[name]))  # type: ignore[arg-type]
 
 
 class Columns:
@@ -143,7 +167,7 @@ class Columns:
             if self.size:
                 column[: self.size] = getattr(self, name)[: self.size]
             setattr(self, name, column)
-        self._table = table
+        self._table, self.cells = table, Cells(table)
 
     def grow(self, count: int) -> int:
         """Add `count` rows with default values; returns the first one's index."""
@@ -181,13 +205,13 @@ class Columns:
     ) -> Request:
         """A row as the command to generate it, from the tokens that it has."""
         # A simulated engine leaves tokens out; that there are so many is what it needs to go on.
-        token_ids = tokens.token_ids() if tokens else unknown_ids(self.length.item(row))
-        attempt, group = self.attempt.item(row), self.group.item(row)
-        turn_start, key = self.turn_start.item(row), self.key.item(row)
+        cells = self.cells
+        length = cells.length[row]
+        token_ids = tokens.token_ids() if tokens else unknown_ids(length) if length else NO_IDS
         # fmt: off
         return Request(  # by position, as in `rollouts`
-            request_id, attempt, group, prompt.token_ids, token_ids, turn_start, key, sampling,
-            draft_ids, None, max_new,
+            request_id, cells.attempt[row], cells.group[row], prompt.token_ids, token_ids, cells.turn_start[row],
+            cells.key[row], sampling, draft_ids, None, max_new,
         )
         # fmt: on
 

@@ -28,6 +28,9 @@ from stretto.runtime import Runtime
 from stretto.schedule import Schedule
 from stretto.weights import WeightsRef
 
+OBSERVED = frozenset((Updated, Timer, Interrupted))
+"""Events that concern the controller itself."""
+
 
 class Prompts(Protocol):
     """The data: rows for as long as they are asked for."""
@@ -109,18 +112,23 @@ class Controller:
     def run(self, done: Callable[[], bool]) -> None:
         """Until `done()`, or until SIGINT/SIGTERM asks for an end (`interrupted` is then True)."""
         self.fleet.start()
-        while not self._over(done):
-            events = self.runtime.wait(self.wake)
-            ended = self.ledger.apply(events)
+        ledger, wait, submit = self.ledger, self.runtime.wait, self.rewards.submit
+        # An update that the learner is at is ended first: its work would be lost, and the weights may have changed.
+        over = done()
+        while not (over or (self.interrupted and not ledger.updating)):
+            events = wait(self.wake)
+            ended = ledger.apply(events)
             self._send_stops()
-            self.rewards.submit(ended)
-            self._observe(events)
-            if not (done() or self.interrupted):
-                self._carry_out(self.schedule.decide(self.ledger.view, events))
-
-    def _over(self, done: Callable[[], bool]) -> bool:
-        """An update that the learner is at is ended first: its work would be lost, and the weights may have changed."""
-        return done() or (self.interrupted and not self.ledger.updating)
+            submit(ended)
+            for event in events:
+                if type(event) in OBSERVED:
+                    self._observe(event)
+            over = done()
+            if not (over or self.interrupted):
+                decisions = self.schedule.decide(ledger.view, events)
+                if decisions:
+                    self._carry_out(decisions)
+                    over = done()
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -134,14 +142,13 @@ class Controller:
             else:
                 self.learner.accumulate(batch)
 
-    def _observe(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, Updated):
-                self.observer.updated(event)
-            elif isinstance(event, Timer):
-                self.wake = None
-            elif isinstance(event, Interrupted):
-                self.interrupted = True
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, Updated):
+            self.observer.updated(event)
+        elif isinstance(event, Timer):
+            self.wake = None
+        elif isinstance(event, Interrupted):
+            self.interrupted = True
 
     def _admit(self, decision: Admit) -> None:
         admitted = self.ledger.admit(self.prompts.next(decision.prompts), decision.samples_each)
@@ -164,8 +171,10 @@ class Controller:
         self._send_stops()
 
     def _send_stops(self) -> None:
-        for worker, (ids, attempts) in self.ledger.take_stops().items():
-            self.fleet.stop(worker, ids, attempts)
+        stops = self.ledger.take_stops()
+        if stops:
+            for worker, (ids, attempts) in stops.items():
+                self.fleet.stop(worker, ids, attempts)
 
     def _publish(self, decision: Publish) -> None:
         self.observer.publishing()

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from stretto.assemble import Inputs, drafts, measure_steps, needs_step_ms
 from stretto.checkpoints import Checkpoint
-from stretto.config import Config
+from stretto.config import Config, ModelConfig
 from stretto.errors import StrettoError
 from stretto.fleet import Drafting
 from stretto.history.lengths import LengthHistory
-from stretto.history.log import read_ended, read_rollouts
+from stretto.history.log import read_answered, read_ended, read_rollouts
 from stretto.history.previous import PreviousVisits
+from stretto.model import load_tokenizer
 from stretto.observe.progress import Reporter
 from stretto.records import Rollout
 from stretto.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ANOTHER_RUN = 1 << 20  # subtracted from its visits: older than any of this one's
 
@@ -39,37 +46,102 @@ def with_step_ms(config: Config, model: PreTrainedModel, max_model_len: int, rep
     return config.model_copy(update={"draft": config.draft.model_copy(update=update)})
 
 
-def read_earlier(config: Config, inputs: Inputs) -> list[Rollout]:
-    """The responses of `history.warm_from` to the prompts of this run.
+class Newest:
+    """By prompt, or by sample: the newest `window` visits in a log, and the steps whose files have them."""
 
-    Raises StrettoError if it is no run, answers none of these prompts, or has tokens that this model has not.
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._steps: dict[Hashable, dict[int, set[int]]] = {}  # by key and visit
+
+    def add(self, key: Hashable, visit: int, step: int) -> None:
+        """The file of `step` has a response of that visit."""
+        visits = self._steps.setdefault(key, {})
+        visits.setdefault(visit, set()).add(step)
+        if len(visits) > self._window:
+            del visits[min(visits)]
+
+    def has(self, key: Hashable, visit: int) -> bool:
+        """Whether the visit is one of the newest."""
+        return visit in self._steps.get(key, ())
+
+    def steps(self) -> set[int]:
+        """All that have to be read."""
+        return {step for visits in self._steps.values() for steps in visits.values() for step in steps}
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """Another run's responses to this one's prompts: where they are. They are read, and held, one step at a time."""
+
+    run: RunFolder
+    newest: Newest  # by prompt uid
+
+    def __iter__(self) -> Iterator[list[Rollout]]:
+        """Step by step, older than all visits of this run. Raises StrettoError for a damaged file."""
+        for step in sorted(self.newest.steps()):
+            rollouts = read_rollouts(self.run.log_file("consumed", step))
+            kept = [r for r in rollouts if self.newest.has(r.prompt.uid, r.visit)]
+            for rollout in kept:
+                rollout.visit -= ANOTHER_RUN
+            yield kept
+
+
+def find_earlier(config: Config, inputs: Inputs, *, resuming: bool = False) -> Earlier | None:
+    """The responses of `history.warm_from` to the prompts of this run, read once to see that they can be used.
+
+    Raises StrettoError if it is no run, has another tokenizer, answers none of these prompts, or has tokens that this
+    model has not. Where a run is resumed this is only said: it costs speed, and the run has begun.
     """
     path = config.history.warm_from
     if path is None or not drafts(config):
-        return []
+        return None
     try:
         run = RunFolder.open(Path(path))
-        rollouts = [
-            r for step in run.log_steps("consumed") for r in read_rollouts(run.log_file("consumed", step))
-        ]
+        _check_tokenizer(run, inputs)
+        earlier = Earlier(run, _answers_to(run, inputs, config.history.window))
+        _check_tokens(earlier, inputs)
     except StrettoError as error:
-        raise StrettoError(f"history.warm_from: {error}") from error
-    ours = {prompt.uid for prompt in inputs.train}
-    known = [rollout for rollout in rollouts if rollout.prompt.uid in ours]
-    if not known:
+        if not resuming:
+            raise StrettoError(f"history.warm_from: {error}") from error
+        logger.warning("nothing is drafted from history.warm_from: %s", error)
+        return None
+    return earlier
+
+
+def _check_tokenizer(run: RunFolder, inputs: Inputs) -> None:
+    """Raise StrettoError if the run's checkpoints have a tokenizer that gives tokens other ids."""
+    steps = run.checkpoint_steps()
+    if not steps:
+        return
+    folder = run.checkpoint_folder(steps[-1])
+    if load_tokenizer(ModelConfig(path=str(folder))).get_vocab() != inputs.tokenizer.get_vocab():
+        raise StrettoError(f"{folder} has another tokenizer than this run")
+
+
+def _answers_to(run: RunFolder, inputs: Inputs, window: int) -> Newest:
+    ours, newest, responses = {prompt.uid for prompt in inputs.train}, Newest(window), 0
+    for step in run.log_steps("consumed"):
+        for answered in read_answered(run.log_file("consumed", step)):
+            responses += 1
+            if answered.uid in ours:
+                newest.add(answered.uid, answered.visit, step)
+    if not newest.steps():
         raise StrettoError(
-            f"history.warm_from: none of the {len(rollouts)} responses in {path} answers one of these prompts "
+            f"none of the {responses} responses in {run.path} answers one of these prompts "
             "(other data, another tokenizer, or another chat template)"
         )
-    largest = max((int(rollout.token_ids.max()) for rollout in known if rollout.token_ids.size), default=0)
-    if largest >= inputs.vocabulary:
-        raise StrettoError(
-            f"history.warm_from: {path} has the token id {largest}, but this model has {inputs.vocabulary} tokens: "
-            "it is another model's run"
-        )
-    for rollout in known:
-        rollout.visit -= ANOTHER_RUN
-    return known
+    return newest
+
+
+def _check_tokens(earlier: Earlier, inputs: Inputs) -> None:
+    for rollout in chain.from_iterable(earlier):
+        top = rollout.top.token_ids if rollout.top is not None else rollout.token_ids[:0]
+        largest = max((int(ids.max()) for ids in (rollout.token_ids, top) if ids.size), default=0)
+        if largest >= inputs.vocabulary:
+            raise StrettoError(
+                f"{earlier.run.path} has the token id {largest}, but this model has {inputs.vocabulary} tokens: "
+                "it is another model's run"
+            )
 
 
 def make_previous(config: Config) -> PreviousVisits | None:
@@ -80,37 +152,50 @@ def make_previous(config: Config) -> PreviousVisits | None:
     return PreviousVisits(seed=config.seed, lenience=reuse.lenience, residual=reuse.residual)
 
 
-def read_recent(config: Config, folder: RunFolder, step: int, epoch: int) -> list[list[Rollout]]:
-    """The responses of the newest visits in the log, step by step up to `step`.
-
-    A damaged log is said and left out where it costs speed; with prefix reuse it would change tokens, and StrettoError
-    is raised.
-    """
-    oldest = epoch - config.history.window
-    logs: list[list[Rollout]] = []
-    for number in range(step, 0, -1):
-        try:
-            rollouts = read_rollouts(folder.log_file("consumed", number))
-        except StrettoError as error:
-            if config.reuse.kind == "prefix":
-                raise StrettoError(f'{error}\nreuse.kind = "prefix" takes responses from there') from error
-            logger.warning("nothing is drafted from step %d: %s", number, str(error).partition("\n")[0])
-            continue
-        logs.append([rollout for rollout in rollouts if rollout.visit >= oldest])
-        if not logs[-1]:
-            break
-    return logs[::-1]
-
-
-def restore_drafter(
-    drafter: Drafting, config: Config, checkpoint: Checkpoint, recent: list[list[Rollout]]
-) -> None:
-    """The drafter as it was at the checkpoint: what it had learned, and its histories from the log."""
+def restore_drafter(drafter: Drafting, config: Config, checkpoint: Checkpoint) -> None:
+    """What it had learned at the checkpoint."""
     state = checkpoint.state.get("draft")  # None: nothing was drafted until then
     if state is not None:
         drafter.load_state_dict(state, budget=state["budget_kind"] == config.draft.budget)
-    for rollouts in recent:
-        drafter.remember(rollouts)
+
+
+def restore_histories(
+    config: Config, folder: RunFolder, step: int, drafter: Drafting | None, previous: PreviousVisits | None
+) -> None:
+    """Have both remember what they knew after `step`, from the log. It is read, and held, one step at a time.
+
+    A prompt's newest visits may be long ago, where it was discarded since, and a sample's newest response older than
+    its prompt's. A damaged log is said and left out where it costs speed; with prefix reuse it would change tokens,
+    and StrettoError is raised.
+    """
+    prompts, samples = Newest(config.history.window), Newest(1)
+    for number, answers in _each(read_answered, folder, range(1, step + 1), previous):
+        for uid, occurrence, sample, visit in answers:
+            prompts.add(uid, visit, number)
+            samples.add((uid, occurrence, sample), visit, number)
+    needed = samples.steps() if previous is not None else set()
+    if drafter is not None:
+        needed |= prompts.steps()
+    for _, rollouts in _each(read_rollouts, folder, sorted(needed), previous):
+        if drafter is not None:
+            drafter.remember([r for r in rollouts if prompts.has(r.prompt.uid, r.visit)])
+        if previous is not None:
+            previous.remember(rollouts)
+
+
+def _each(
+    read: Callable[[Path], list[T]], folder: RunFolder, steps: Iterable[int], previous: PreviousVisits | None
+) -> Iterator[tuple[int, list[T]]]:
+    """What `read` finds in the log of each step."""
+    for number in steps:
+        try:
+            found = read(folder.log_file("consumed", number))
+        except StrettoError as error:
+            if previous is not None:
+                raise StrettoError(f'{error}\nreuse.kind = "prefix" takes responses from there') from error
+            logger.warning("nothing is drafted from step %d: %s", number, str(error).partition("\n")[0])
+        else:
+            yield number, found
 
 
 def restore_lengths(lengths: LengthHistory, folder: RunFolder, step: int) -> None:

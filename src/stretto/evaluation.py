@@ -95,6 +95,8 @@ def evaluate(
         max_model_len=max_model_len,
         now=runtime.now,
     )
+    without = config.history.model_copy(update={"alternatives": 0})  # nobody drafts from these answers
+    config = config.model_copy(update={"history": without})
     engine = make_engine(config, model, tokenizer, max_model_len, runtime.now)
     fleet = InProcessFleet([engine], runtime.post)
     grader = Grader(rewards, tokenizer, runtime.post)

@@ -49,6 +49,10 @@ class _Clock:
     began: float = 0.0  # the previous update's end, or the run's begin
     resumed: float = 0.0  # when that boundary's writing was done
     harvested: float = 0.0
+    slots_began: float = 0.0  # the ledger's slot seconds at these moments
+    slots_resumed: float = 0.0
+    slots_harvested: float = 0.0
+    slots_measured: float = 0.0  # when the engines' figures were taken
     last_finished: float = 0.0
     published: float = 0.0
     sync: float = 0.0
@@ -109,6 +113,7 @@ class Recorder:
         rollouts = sorted([*before, *batch.rollouts], key=lambda rollout: rollout.request_id)
         self._batch = UpdateBatch(batch.version, rollouts)
         self._clock.harvested = self.runtime.now()
+        self._clock.slots_harvested = self.ledger.slot_seconds()
         self._clock.last_finished = max((r.finished_at for r in rollouts), default=self._clock.harvested)
         if self.drafter is not None:
             self.drafter.remember(batch.rollouts)  # built while the learner is at work
@@ -149,7 +154,17 @@ class Recorder:
             self.checkpoint()
         self._batch = None
         self._spans(step, arrived)
-        self._clock = _Clock(began=arrived, resumed=self.runtime.now(), counters=self._counters())
+        self._clock = self._new_clock(arrived, self._clock.slots_measured)
+
+    def _new_clock(self, began: float, slots_began: float) -> _Clock:
+        """A step begins now, after the boundary that began at `began`."""
+        return _Clock(
+            began=began,
+            resumed=self.runtime.now(),
+            slots_began=slots_began,
+            slots_resumed=self.ledger.slot_seconds(),
+            counters=self._counters(),
+        )
 
     # ---- writing ------------------------------------------------------------------------------------
 
@@ -159,7 +174,7 @@ class Recorder:
         metrics = self.evaluation(0) if self._evaluate else None
         if metrics:
             self._append({"step": 0, "version": 0, **metrics})
-        self._clock = _Clock(began=self.runtime.now(), resumed=self.runtime.now(), counters=self._counters())
+        self._clock = self._new_clock(self.runtime.now(), self.ledger.slot_seconds())
 
     def resumed(self, owed: dict[str, Any] | None) -> None:
         """The run goes on from a checkpoint: what was restored counts as the boundary.
@@ -174,7 +189,7 @@ class Recorder:
             owed = None
         self.boundary = self._boundary(step, owed)
         self.folder.prune(self.config.checkpoint.keep, self.best[1] if self.best else None)
-        self._clock = _Clock(began=self.runtime.now(), resumed=self.runtime.now(), counters=self._counters())
+        self._clock = self._new_clock(self.runtime.now(), self.ledger.slot_seconds())
 
     def evaluation(self, step: int) -> dict[str, float] | None:
         """Evaluate, tell, remember the best. None, and `interrupted`, if a signal broke it off."""
@@ -247,7 +262,8 @@ class Recorder:
         engine = self.fleet.metrics()
         counters = {name: value - clock.counters.get(name, 0) for name, value in self._counters().items()}
         generating = clock.harvested - clock.resumed
-        slots = sum(self.ledger.slots.values())
+        clock.slots_measured = self.ledger.slot_seconds()
+        beside = clock.slots_measured - clock.slots_began
         workers = self.workers.metrics()
         return step_metrics(
             batch,
@@ -265,7 +281,7 @@ class Recorder:
             generation=Generation(
                 busy=engine["busy_slot_seconds"],
                 # In this process, and in turns, nothing is generated while learner or recorder are at work.
-                available=slots * (now - clock.began if self._beside else generating),
+                available=beside if self._beside else clock.slots_harvested - clock.slots_resumed,
                 discarded_tokens=int(counters["discarded_tokens"]),
                 reverified_tokens=int(engine["reverified_tokens"] + counters["reverified_tokens"]),
                 decoded_tokens=int(engine["decode_tokens"]),

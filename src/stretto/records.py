@@ -137,11 +137,12 @@ class Request:
 class Progress:
     """Tokens that one worker's step added: columns per step, not objects per token.
 
-    A simulated engine leaves the per-token arrays out (None) and may leap: counts are then any number.
+    A simulated engine leaves the per-token arrays out (None) and may leap: counts are then any number. Of a few
+    requests it tells each with a `Leapt`.
     """
 
     worker: int
-    ids: IntArray  # (R,)
+    ids: IntArray  # (R,), each once
     attempts: IntArray  # (R,)
     counts: IntArray  # (R,), new tokens of each
     version: int  # of the weights that sampled them
@@ -151,6 +152,17 @@ class Progress:
     drafted: IntArray | None = None  # (R,), tokens that were proposed for them,
     accepted: IntArray | None = None  # (R,), and how many of those were right
     top: Alternatives | None = None  # at the T places
+
+
+@dataclass(slots=True)
+class Leapt:
+    """`count` tokens, nobody knows which, of one request in a simulated engine: a row of a `Progress`."""
+
+    worker: int
+    id: int
+    attempt: int
+    count: int
+    version: int  # of the weights that sampled them
 
 
 @dataclass(slots=True)
@@ -225,6 +237,9 @@ class WorkerUp:
     worker: int
     slots: int
     version: int
+    place: int | None = (
+        None  # among the workers, kept by who comes in a lost one's place; None: that of its number
+    )
 
 
 @dataclass(slots=True)
@@ -248,20 +263,8 @@ class Interrupted:
     signal: int
 
 
-Event = (
-    Progress
-    | Finished
-    | Stopped
-    | Observed
-    | Scored
-    | Admitted
-    | Updated
-    | Loaded
-    | WorkerUp
-    | WorkerDown
-    | Timer
-    | Interrupted
-)
+EngineEvent = Progress | Leapt | Finished | Stopped | Loaded | WorkerUp | WorkerDown
+Event = EngineEvent | Observed | Scored | Admitted | Updated | Timer | Interrupted
 
 
 # ---- decisions: a schedule's only output --------------------------------------------------------------

@@ -82,6 +82,10 @@ class Requests:
         self.scored: OrderedDict[int, None] = OrderedDict()  # SCORED, in order of scoring
         self.slots: dict[int, int] = {}  # worker -> slots, of the workers that are up
         self.loaded: dict[int, int] = {}  # worker -> version of its weights
+        self.places: dict[
+            int, int
+        ] = {}  # worker -> its place among them, kept by who is started instead of it
+        self._slot_seconds = (0.0, 0.0)  # up to when, how many
         self.version = 0  # optimiser steps made
         self.updating = False  # between the final Harvest and Updated
         self.next_group = 0
@@ -92,6 +96,13 @@ class Requests:
         self._ended_below = 0  # all rows before this one have ended
         self._to_log: dict[int, Rollout | None] = {}  # scored or discarded since the last `take_finished`
         self._stops: Stops = {}
+
+    def slot_seconds(self) -> float:
+        """The slots of workers that were up, times seconds of `now`, until now."""
+        now = self.now()
+        until, seconds = self._slot_seconds
+        self._slot_seconds = now, seconds + sum(self.slots.values()) * (now - until)
+        return self._slot_seconds[1]
 
     # ---- from state to state ------------------------------------------------------------------------------
 
@@ -104,11 +115,11 @@ class Requests:
     def _release(self, request_id: int) -> None:
         """A running request has left its worker: PARKED with its tokens, or PENDING without them."""
         row = request_id - self.first_id
-        c = self.columns
-        self.running[c.worker.item(row)].pop(request_id)
-        if not c.keep[row]:
+        cells = self.columns.cells
+        self.running[cells.worker[row]].pop(request_id)
+        if not cells.keep[row]:
             self._drop(request_id)
-        self._wait(request_id, PARKED if c.length[row] else PENDING)
+        self._wait(request_id, PARKED if cells.length[row] else PENDING)
 
     def _drop(self, request_id: int) -> None:
         """Take a request's tokens away; they come back as its draft."""
@@ -128,31 +139,30 @@ class Requests:
         c.keep[row], c.refreshing[row] = True, False
 
     def _wait(self, request_id: int, state: int) -> None:
-        row = request_id - self.first_id
-        self.columns.state[row] = state
-        self.columns.worker[row] = -1
+        row, cells = request_id - self.first_id, self.columns.cells
+        cells.state[row], cells.worker[row] = state, -1
         self.waiting[request_id] = None
         self.waiting.move_to_end(request_id, last=False)  # it was admitted before what has not begun
 
     def _refresh(self, request_id: int) -> None:
         """Back to PENDING without tokens, same key; what runs, once its worker has let go of it."""
         row = request_id - self.first_id
-        c = self.columns
-        if c.state.item(row) == RUNNING:
-            c.keep[row], c.refreshing[row] = False, True
+        cells = self.columns.cells
+        if cells.state[row] == RUNNING:
+            cells.keep[row], cells.refreshing[row] = False, True
             self._tell_to_stop(row)
             return
-        if c.state.item(row) == SCORED:
+        if cells.state[row] == SCORED:
             del self.scored[request_id]
             self._to_log.pop(request_id, None)
-            self.groups.unscore(c.group.item(row))
+            self.groups.unscore(cells.group[row])
         self._drop(request_id)
         self._wait(request_id, PENDING)
 
     def _tell_to_stop(self, row: int) -> None:
-        ids, attempts = self._stops.setdefault(self.columns.worker.item(row), ([], []))
+        ids, attempts = self._stops.setdefault(self.columns.cells.worker[row], ([], []))
         ids.append(row + self.first_id)
-        attempts.append(self.columns.attempt.item(row))
+        attempts.append(self.columns.cells.attempt[row])
 
     def discard(self, ids: Sequence[int], reason: str) -> None:
         """Give requests up, whatever their state. Raises ValueError if one has ended."""
@@ -178,7 +188,9 @@ class Requests:
 
     def take_stops(self) -> Stops:
         """What workers are to let go of since the last call: requests that were refreshed or discarded."""
-        stops, self._stops = self._stops, {}
+        stops = self._stops
+        if stops:
+            self._stops = {}
         return stops
 
     def _alive_rows(self) -> IntArray:
@@ -218,7 +230,9 @@ class Requests:
         self.tokens.pop(request_id, None)
         if self.drafts.pop(request_id, None) is not None:
             self.drafted.discard(request_id)
-        self.groups.forget(int(self.columns.group[request_id - self.first_id]))
+        row, c = request_id - self.first_id, self.columns
+        c.reward_parts[row] = None  # the one object of its own that a row holds
+        self.groups.forget(int(c.group[row]))
 
     def in_flight(self) -> list[Rollout]:
         """Every request that has not ended, in order of its id; those about to drop their tokens as if they had."""

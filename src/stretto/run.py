@@ -22,7 +22,14 @@ from stretto.buffer import Ledger
 from stretto.checkpoints import Checkpoint
 from stretto.config import Config
 from stretto.controller import Controller
-from stretto.drafting import make_previous, read_recent, restore_drafter, restore_lengths, with_step_ms
+from stretto.drafting import (
+    Earlier,
+    make_previous,
+    restore_drafter,
+    restore_histories,
+    restore_lengths,
+    with_step_ms,
+)
 from stretto.evaluation import Evaluation, evaluate
 from stretto.fleet import Drafting, Fleet
 from stretto.fleet.in_process import InProcessFleet
@@ -62,7 +69,7 @@ class Run:
         self,
         config: Config,
         inputs: Inputs,
-        earlier: list[Rollout],
+        earlier: Earlier | None,
         workers: RewardWorkers,
         runtime: LiveRuntime,
         folder: RunFolder,
@@ -166,10 +173,15 @@ class Run:
 
     def begin(self) -> None:
         """Step 0: the evaluation before the first update."""
-        if self.drafter is not None:
-            self.drafter.remember(self.earlier)
+        self._remember_earlier()
         self._await_workers()
         self.recorder.begin()
+
+    def _remember_earlier(self) -> None:
+        if self.drafter is not None and self.earlier is not None:
+            for rollouts in self.earlier:
+                self.drafter.remember(rollouts)
+        self.earlier = None  # the drafter has what it needs
 
     def _await_workers(self) -> None:
         """Their start belongs to no step."""
@@ -210,13 +222,10 @@ class Run:
         restore_lengths(self.lengths, self.folder, checkpoint.step)
         if self.drafter is None and self.previous is None:
             return
-        recent = read_recent(self.config, self.folder, checkpoint.step, self.stream.epoch)
+        self._remember_earlier()
         if self.drafter is not None:
-            self.drafter.remember(self.earlier)
-            restore_drafter(self.drafter, self.config, checkpoint, recent)
-        if self.previous is not None:
-            for rollouts in recent:
-                self.previous.remember(rollouts)
+            restore_drafter(self.drafter, self.config, checkpoint)
+        restore_histories(self.config, self.folder, checkpoint.step, self.drafter, self.previous)
 
     def go(self) -> RunResult:
         """The loop, to its end."""

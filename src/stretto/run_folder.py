@@ -92,7 +92,7 @@ class RunFolder:
         """
         if not _is_run(path):
             runs = [p.name for p in path.parent.iterdir() if _is_run(p)] if path.parent.is_dir() else []
-            hint = nearest(path.name, runs) if runs else f"there are no runs in {path.parent}"
+            hint = nearest(path.name, runs, most=3) if runs else f"there are no runs in {path.parent}"
             raise StrettoError(f"{path} is not a run folder: it has no config.toml; {hint}")
         if not writable:
             return cls(path, None)

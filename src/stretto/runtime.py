@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import queue
 import signal
@@ -10,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from heapq import heappop, heappush
 from types import FrameType
 from typing import Protocol
 
@@ -128,24 +128,24 @@ class SimulatedRuntime:
     """A virtual clock over a heap: `wait` leaps to the next moment at which something happens."""
 
     def __init__(self) -> None:
-        self._now = 0.0
+        self.time = 0.0  # what `now()` says
         self._order = itertools.count()
         self._heap: list[tuple[float, int, list[Event] | Callable[[], list[Event]]]] = []
         self._soon: list[Callable[[], None]] = []
 
     def now(self) -> float:
-        return self._now
+        return self.time
 
     def post(self, event: Event, delay: float = 0.0) -> None:
-        self.deliver(self._now + delay, [event])
+        self.deliver(self.time + delay, [event])
 
     def deliver(self, when: float, events: list[Event]) -> None:
         """These events arrive at that time, together."""
-        heapq.heappush(self._heap, (max(when, self._now), next(self._order), events))
+        heappush(self._heap, (max(when, self.time), next(self._order), events))
 
     def call_at(self, when: float, tick: Callable[[], list[Event]]) -> None:
         """Call `tick` at that time; what it returns arrives then."""
-        heapq.heappush(self._heap, (max(when, self._now), next(self._order), tick))
+        heappush(self._heap, (max(when, self.time), next(self._order), tick))
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call it before time goes on: once for all that is said to an engine at one moment."""
@@ -155,17 +155,17 @@ class SimulatedRuntime:
         heap = self._heap
         events: list[Event] = []
         while not events:
-            while self._soon:
-                calls, self._soon = self._soon, []
-                for call in calls:
+            if self._soon:
+                for call in self._soon:  # and what they add
                     call()
+                self._soon.clear()
             if not heap or (until is not None and heap[0][0] > until):
                 if until is None:
                     raise RuntimeError("nothing is left to happen: the schedule has come to a stand")
-                self._now = max(self._now, until)
+                self.time = max(self.time, until)
                 return [Timer()]
-            self._now = heap[0][0]
-            while heap and heap[0][0] == self._now:
-                item = heapq.heappop(heap)[2]
-                events += item() if callable(item) else item
+            self.time = now = heap[0][0]
+            while heap and heap[0][0] == now:
+                item = heappop(heap)[2]
+                events += item if type(item) is list else item()  # type: ignore[operator]
         return events

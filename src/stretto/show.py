@@ -32,6 +32,8 @@ COLUMNS = (
     ("length", "response_length/mean", ".0f"),
     ("p99", "response_length/p99", ".0f"),
     ("tokens/s", "throughput/useful_tokens_per_s", ",.0f"),
+    ("tokens/check", "spec/mean_acceptance_length", ".2f"),
+    ("drafts right", "spec/accepted_share", ".0%"),
     ("idle", "rollout/bubble_ratio", ".0%"),
     ("seconds", "time/total", ".1f"),
     ("accuracy", "eval/accuracy", ".1%"),
@@ -63,7 +65,7 @@ def summary(path: Path) -> dict[str, Any]:
 def summary_text(found: Mapping[str, Any]) -> RenderableType:
     """The summary for a person: the curve of the reward, a table of steps, evaluations, checkpoints."""
     config = load_config(found["config"])
-    steps = [row for row in found["metrics"] if row["step"] > 0]
+    steps = [row | _accepted_share(row) for row in found["metrics"] if row["step"] > 0]
     parts: list[RenderableType] = [Text(headline(config, found["total_steps"], found["run"]), style="bold")]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
     if rewards:
@@ -93,6 +95,11 @@ def _steps_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         table.add_row(*(number(row, key, spec) for _, key, spec in shown))
     return table
+
+
+def _accepted_share(row: Mapping[str, Any]) -> dict[str, float]:
+    drafted = row.get("spec/drafted")
+    return {"spec/accepted_share": row["spec/accepted"] / drafted} if drafted else {}
 
 
 def _spread(count: int, wanted: int) -> list[int]:

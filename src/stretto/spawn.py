@@ -16,11 +16,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 HEADER = 8  # bytes of a frame's length
 TAIL = 4096  # bytes of a process's output that are kept for messages
 PATIENCE = 60.0  # seconds in which a process must take what it is sent
+GONE = 5.0  # seconds that a killed process is waited for
 BOOTSTRAP = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "importlib.import_module(sys.argv[2]).main(int(sys.argv[3]))"
@@ -39,7 +41,7 @@ class SpawnedProcess:
     """`module.main(descriptor)` in a Python of its own, in a session of its own: the terminal's signals do not reach
     it, and killing its process group takes along what it has started.
 
-    One thread receives; any thread may send, one at a time, or kill. Standard output and error come through one pipe,
+    One thread receives; any thread may send or kill. Standard output and error come through one pipe,
     which is read while it is received from; `show` gets the lines.
     """
 
@@ -50,6 +52,7 @@ class SpawnedProcess:
         self._received = bytearray()
         self._killed = False
         self._killing = threading.Lock()
+        self._sending = threading.Lock()
         ours, theirs = socket.socketpair()
         path = [os.path.abspath(entry) for entry in sys.path]
         with theirs:
@@ -78,17 +81,22 @@ class SpawnedProcess:
     def send(self, payload: bytes) -> None:
         """Hand over one frame. A process that takes none any more is killed: whoever receives will see it end."""
         try:
-            self._channel.sendall(pack(payload))
+            with self._sending:
+                self._channel.sendall(pack(payload))
         except OSError:  # it has ended, or it is stuck, and half of a frame cannot be taken back
             self.kill()
 
-    def receive(self) -> bytes:
-        """The next frame; waits for it. Raises `ProcessLost` when the process has ended."""
+    def receive(self, within: float) -> bytes | None:
+        """The next frame; None if it takes more seconds than this. Raises `ProcessLost` when the process has ended."""
+        end = time.monotonic() + within
         while (payload := self._unpack()) is None:
-            self._listen(None)
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            self._listen(left)
         return payload
 
-    def _listen(self, timeout: float | None) -> bool:
+    def _listen(self, timeout: float) -> bool:
         """Take in what comes next of frames and output; False if nothing came in so many seconds."""
         ready = [key.fileobj for key, _ in self._selector.select(timeout)]
         if self._output in ready:
@@ -147,19 +155,23 @@ class SpawnedProcess:
                 self._read_output()
 
     def kill(self) -> None:
-        """End it and its process group, and wait until it is gone. May be called from any thread, repeatedly."""
+        """End it and its process group, and wait until it is gone; but not for ever: one that hangs in a system call
+        ends when that does. May be called from any thread, repeatedly.
+        """
         with self._killing:
             if not self._killed:  # once only: afterwards the number may belong to somebody else
+                self._killed = True
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self._killed = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GONE)
 
     def close(self) -> None:
-        """Kill it and let go of its descriptors; only the thread that receives may, when nobody sends."""
+        """Kill it and let go of its descriptors; only the thread that receives may."""
         self.kill()
         self._selector.close()
-        self._channel.close()
+        with self._sending:  # the descriptor's number may belong to another process's channel right after
+            self._channel.close()
         self._output.close()
 
 

@@ -20,7 +20,7 @@ from stretto.config import (
     resume_warnings,
     warnings,
 )
-from stretto.drafting import read_earlier
+from stretto.drafting import find_earlier
 from stretto.errors import StrettoError
 from stretto.evaluation import evaluate as evaluate_model
 from stretto.model import load_model
@@ -102,13 +102,15 @@ class Trainer:
         beginning.
 
         What was given as Python objects must be given again. Raises StrettoError if `changes` would make it
-        another run.
+        another run, or end it before where it goes on.
         """
         folder = Path(folder)
         with RunFolder.open(folder) as run:
             saved = load_config(run.path / "config.toml")
+            made = run.checkpoint_steps()
         wanted = load_config(run.path / "config.toml", with_fleet_changes(changes or {}))
         check_resumable(saved, wanted)
+        _require_steps_left(wanted.steps, made, step)
         trainer = cls(wanted, data=data, reward=reward, reporter=reporter)
         trainer.path, trainer._resuming, trainer._resume_step = folder, True, step
         trainer._changed = difference(saved, wanted)
@@ -125,7 +127,7 @@ class Trainer:
                 RunFolder.require_free(self.path)  # said before anything is loaded
             inputs = read_inputs(self.config, self.data)
             spec = reward_spec(self.config.reward, inputs.data, self.reward_functions)
-            earlier = read_earlier(self.config, inputs)
+            earlier = find_earlier(self.config, inputs, resuming=self._resuming)
             runtime = LiveRuntime()
             workers = stack.enter_context(
                 RewardWorkers(spec, self.config.reward, runtime.post, _encoder(inputs))
@@ -159,6 +161,17 @@ class Trainer:
                     folder.save_config(dump_toml(run.config))
                     run.begin()
                 return run.go()
+
+
+def _require_steps_left(steps: int, made: Sequence[int], step: int | None) -> None:
+    """A run that goes on from a checkpoint, `step` or the newest of `made`, does not end before it."""
+    begins = max(made, default=0) if step is None else step
+    if steps >= begins or begins not in made:
+        return
+    earlier = max((s for s in made if s <= steps), default=None)
+    back = f", or --step {earlier} to go back" if earlier is not None else ""
+    had = f"the run has made {begins}" if step is None else f"it would go on from {begins}"
+    raise StrettoError(f"steps = {steps}: {had}; use at least {begins}{back}")
 
 
 def _as_list(reward: Rewards | None) -> list[Callable[..., Any] | str] | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stretto.columns import STATES
 from stretto.gate import Gate
 from stretto.records import FloatArray, IntArray, Prompt, RewardStatus, State
 
@@ -18,12 +19,26 @@ if TYPE_CHECKING:
 class LedgerView:
     """Read-only windows on the ledger. What is not said to cost more is O(1); iterate only over
     what an event concerns.
+
+    `slots` are those of the workers that are up, `loaded` the version of a worker's weights, `places` its place
+    among them, which who is started instead of a lost one keeps; `waiting` what may be
+    started (PENDING, PARKED), oldest first; `scored` what has a reward and no update has consumed, in order of scoring;
+    `ready_groups` those whose members are all SCORED, in order of completion; `alive_groups` those with requests that
+    have neither been consumed nor discarded, in order of admission.
     """
 
-    __slots__ = ("_ledger",)
+    __slots__ = ("_ledger", "alive_groups", "loaded", "places", "ready_groups", "scored", "slots", "waiting")
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        # Windows stay open: a schedule looks through them at every turn.
+        self.slots: Mapping[int, int] = ledger.slots
+        self.loaded: Mapping[int, int] = ledger.loaded
+        self.places: Mapping[int, int] = ledger.places
+        self.waiting: KeysView[int] = ledger.waiting.keys()
+        self.scored: KeysView[int] = ledger.scored.keys()
+        self.ready_groups: KeysView[int] = ledger.groups.ready.keys()
+        self.alive_groups: KeysView[int] = ledger.groups.unscored.keys()
 
     @property
     def version(self) -> int:
@@ -41,39 +56,9 @@ class LedgerView:
         return self._ledger.updating
 
     @property
-    def slots(self) -> Mapping[int, int]:
-        """Worker -> slots, of the workers that are up."""
-        return self._ledger.slots
-
-    @property
-    def loaded(self) -> Mapping[int, int]:
-        """Worker -> version of its weights."""
-        return self._ledger.loaded
-
-    @property
-    def waiting(self) -> KeysView[int]:
-        """Requests that may be started (PENDING, PARKED), oldest first."""
-        return self._ledger.waiting.keys()
-
-    @property
-    def scored(self) -> KeysView[int]:
-        """Requests with a reward that no update has consumed, in order of scoring."""
-        return self._ledger.scored.keys()
-
-    @property
-    def ready_groups(self) -> KeysView[int]:
-        """Groups whose members are all SCORED, in order of completion."""
-        return self._ledger.groups.ready.keys()
-
-    @property
     def alive(self) -> int:
         """Requests that have neither been consumed nor discarded."""
         return self._ledger.alive
-
-    @property
-    def alive_groups(self) -> KeysView[int]:
-        """Groups with such requests, in order of admission."""
-        return self._ledger.groups.unscored.keys()
 
     @property
     def admitted_groups(self) -> int:
@@ -96,6 +81,10 @@ class LedgerView:
         return self._ledger.max_staleness
 
     # ---- workers and groups
+
+    def line(self) -> list[int]:
+        """The workers that are up, in order of their places. O(n log n)."""
+        return sorted(self.places, key=self.places.__getitem__)
 
     def running(self, worker: int) -> KeysView[int]:
         """Requests that `worker` runs or queues, in order of their start."""
@@ -124,23 +113,23 @@ class LedgerView:
 
     def group_of(self, request_id: int) -> int:
         """The group of a request."""
-        return int(self._ledger.columns.group[self._row(request_id)])
+        return self._ledger.columns.cells.group[request_id - self._ledger.first_id]
 
     def state(self, request_id: int) -> State:
         """Where it stands. A refreshed request is RUNNING until its worker has let go of it."""
-        return State(self._ledger.columns.state[self._row(request_id)])
+        return STATES[self._ledger.columns.cells.state[self._row(request_id)]]
 
     def length(self, request_id: int) -> int:
         """Tokens after the prompt, as far as they have been reported."""
-        return int(self._ledger.columns.length[self._row(request_id)])
+        return self._ledger.columns.cells.length[request_id - self._ledger.first_id]
 
     def worker(self, request_id: int) -> int:
         """Where it runs, or ran last; -1: nowhere, or it waits."""
-        return int(self._ledger.columns.worker[self._row(request_id)])
+        return self._ledger.columns.cells.worker[request_id - self._ledger.first_id]
 
     def first_version(self, request_id: int) -> int:
         """The oldest version among its tokens; -1: it has none."""
-        return int(self._ledger.columns.first_version[self._row(request_id)])
+        return self._ledger.columns.cells.first_version[request_id - self._ledger.first_id]
 
     def visit(self, request_id: int) -> int:
         """How often its row had been admitted before."""
@@ -152,7 +141,7 @@ class LedgerView:
 
     def reward(self, request_id: int) -> float:
         """Of a SCORED one; nan without a usable reward."""
-        return float(self._ledger.columns.reward[self._row(request_id)])
+        return self._ledger.columns.cells.reward[self._row(request_id)]
 
     def reward_status(self, request_id: int) -> RewardStatus:
         """Why it has no usable reward, or "ok"."""
@@ -160,7 +149,7 @@ class LedgerView:
 
     def refreshes(self, request_id: int) -> int:
         """How often its tokens were dropped."""
-        return int(self._ledger.columns.refreshes[self._row(request_id)])
+        return self._ledger.columns.cells.refreshes[request_id - self._ledger.first_id]
 
     def has_draft(self, request_id: int) -> bool:
         """Whether dropped tokens of it will be its draft."""

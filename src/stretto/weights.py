@@ -77,21 +77,23 @@ class WeightFiles:
         self._readers: dict[int, set[int]] = {}  # version -> workers that have not taken it yet
         self.close()
 
-    def publish(self, ref: WeightsRef, workers: Iterable[int]) -> WeightsRef:
-        """The file with the tensors of `ref`, for these workers to read; written unless that version is there.
-
-        Raises StrettoError if the disk refuses.
-        """
-        if ref.version not in self._files:
-            self._files[ref.version] = self._write(ref)
-        self._readers.setdefault(ref.version, set()).update(workers)
+    def publish(self, written: WeightsRef, workers: Iterable[int]) -> None:
+        """Keep this file for these workers to read."""
+        self._files[written.version] = written
+        self._readers.setdefault(written.version, set()).update(workers)
         self._remove_unread()
-        return self._files[ref.version]
 
-    def _write(self, ref: WeightsRef) -> WeightsRef:
+    def write(self, ref: WeightsRef) -> WeightsRef:
+        """The file with the tensors of `ref`, written unless that version was published and is there still.
+
+        What takes time, and needs no lock while versions are written by one thread and one after the other. Raises
+        StrettoError if the disk refuses.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
+        if (known := self._files.get(ref.version)) is not None:
+            return known
         path = self._folder / f"version-{ref.version:06d}.safetensors"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,18 @@ from stretto.bench.arctic import ArcticDrafter, arctic
 from stretto.bench.draft import ALL, BestPath, bars, by_weight, main, ours
 from stretto.bench.draft_matrix import REPLACED, SHORT, Cell, geometric_means, matrix, step_cost, workload
 from stretto.bench.draft_noise import KNOWLEDGE, by_noise
-from stretto.bench.draft_speed import GROUP, LIVE, SAMPLES, Race, fill, new_drafter, synthesised
+from stretto.bench.draft_speed import (
+    ALTERNATIVES,
+    GROUP,
+    LIVE,
+    SAMPLES,
+    Race,
+    fill,
+    new_drafter,
+    speed,
+    synthesised,
+    with_alternatives,
+)
 from stretto.bench.recorded import EXCERPT, Recorded, read
 from stretto.bench.replay import replay
 from stretto.draft.budget import Batch, Fixed, NoDrafts
@@ -187,6 +198,27 @@ class TestSpeed:
         assert race.steps == 20
         assert 0 < race.proposed[0] <= 20 * LIVE * 10
         assert race.begun >= LIVE
+
+
+def test_the_default_drafter_is_measured_beside_the_one_by_counts(excerpt: Recorded) -> None:
+    history, _ = synthesised(excerpt, 3_000)
+    tops = [rollout.top for rollout in with_alternatives(history)]
+    assert all(top is not None and top.width == ALTERNATIVES for top in tops)
+    found = speed(excerpt, 3_000, 1)
+    assert found["default"].keys() == found["ours"].keys()
+    assert (
+        found["default"]["bytes_per_token"] > found["ours"]["bytes_per_token"] + 4 + 6
+    )  # a probability, and rows
+
+
+def test_bars_that_are_not_met_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value, status in ((0.5, 0), (1.6, 1)):
+        grown = {"growth": {"few": 1, "many": 2, "ratio": {"median": value}}}
+        monkeypatch.setattr("stretto.bench.draft.measure", lambda options, recorded, grown=grown: grown)
+        assert main(["--targets", "3", "--parts", "budgets", "--json"]) == status
+        assert json.loads(capsys.readouterr().out)["bars"][0]["met"] == (status == 0)
 
 
 def test_bars_say_what_is_met() -> None:

@@ -36,3 +36,26 @@ def test_a_second_visit_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["same_responses"] == row["responses"] == 2
     assert row["tokens_per_step"] > 1
+
+
+def test_drafts_that_changed_a_response_are_a_failure() -> None:
+    same = {"same_responses": 4, "responses": 4}
+    assert rollout.status([same, same]) == 0
+    assert rollout.status([same, {**same, "same_responses": 3}]) == 1
+
+
+def test_the_building_thread_counts_as_drafting() -> None:
+    line = {f"spec/{part}_seconds": 1.0 for part in ("begin", "propose", "observe", "end", "index/build")}
+    assert rollout.draft_seconds(line) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--draft.budget=none"], "drafts nothing, so there is nothing to compare"),
+        (["--useless", "--prompts", "1"], "it needs two or more"),
+    ],
+)
+def test_what_cannot_be_compared_in_flight_is_said(asked: list[str], message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
+        inflight.main([*asked, "--busy", *SMALL])

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from stretto.config import ScheduleConfig, load_config
-from stretto.config.checks import USED_BY
+from stretto.config.checks import USED_BY, warnings
 from stretto.config.schedules import Kind
 from stretto.errors import StrettoError
 
@@ -35,7 +35,7 @@ SET: dict[str, Any] = {
     "chunk_size": 16,
     "long_share": 0.5,
     "long_workers": 1,
-    "local_workers": 2,
+    "local_workers": 0,
     "window_floor": 1.0,
 }
 """Every knob that only some kinds have, away from its default."""
@@ -91,6 +91,22 @@ RESPONSE: dict[str, Any] = {"schedule__kind": "async", "schedule__unit": "respon
             ["the last of the 4 updates of a load is 3 steps behind"],
         ),
         (
+            {
+                "schedule__kind": "sorted",
+                "schedule__post_hoc": True,
+                "schedule__tokens_per_update": 100,
+                "schedule__max_staleness": 9,
+            },
+            ["schedule.post_hoc with schedule.tokens_per_update", 'use schedule.max_staleness = "none"'],
+        ),
+        *(
+            (
+                {"schedule__kind": kind, "fleet__weights": "shared"},
+                [f'fleet.weights = "shared" with schedule.kind = "{kind}"', "they overlap"],
+            )
+            for kind in ("async", "sorted", "histopipe", "elastic")
+        ),
+        (
             RESPONSE | {"learner__baseline": "batch", "schedule__drop_zero_variance": True},
             ["schedule.drop_zero_variance", 'use schedule.unit = "group"'],
         ),
@@ -121,3 +137,30 @@ def test_what_they_ask_for_instead_is_legal() -> None:
         )
     load_config("demo", {"schedule.kind": "sorted", "schedule.post_hoc": True, "schedule.max_staleness": 3})
     load_config("demo", {"schedule.samples": 1, "learner.baseline": "batch"})
+    any_age = {"schedule.tokens_per_update": 100, "schedule.max_staleness": "none"}
+    load_config("demo", {"schedule.kind": "sorted", "schedule.post_hoc": True, **any_age})
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_weights_may_be_shared_where_nothing_overlaps(kind: Kind) -> None:
+    config: dict[str, Any] = {"schedule.kind": kind, "fleet.weights": "shared"}
+    if kind == "sorted":
+        config["schedule.max_staleness"] = 0
+    if kind not in ("async", "histopipe", "elastic"):
+        load_config("demo", config)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_run_that_will_not_be_the_same_again_is_said(kind: Kind, processes: bool) -> None:
+    fleet = {"fleet.kind": "processes"} if processes else {}
+    for drop in (False, True):
+        keys: dict[str, Any] = {"schedule.kind": kind, "schedule.drop_zero_variance": drop, **fleet}
+        said = [
+            text for text in warnings(load_config("demo", keys)) if "not the same run bit for bit" in text
+        ]
+        kept = not drop and (kind == "synchronous" or (kind == "divided" and not processes))
+        assert len(said) == (not kept)
+        assert not any(
+            "deterministic" in t for t in warnings(load_config("demo", keys | {"deterministic": False}))
+        )

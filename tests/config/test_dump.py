@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.config import Config, check_resumable, difference, dump_toml, load_config
 from stretto.config.checks import USED_BY
+from stretto.config.idle import USED_WITH
 from stretto.config.keys import KEYS, Key
 from stretto.errors import StrettoError
 
@@ -35,7 +36,7 @@ def _values_of_type(annotation: Any, key: Key) -> st.SearchStrategy[Any]:
         return (
             st.sampled_from(choices)
             if get_origin(annotation) is not list
-            else st.lists(st.sampled_from(choices), min_size=1)
+            else st.lists(st.sampled_from(choices), min_size=1, unique=True)
         )
     if get_origin(annotation) is list:
         return st.lists(
@@ -69,9 +70,15 @@ def configs(draw: st.DrawFn) -> Config:
     kind = overrides.get("schedule.kind", "synchronous")
     others = [f"schedule.{key}" for key, kinds in USED_BY.items() if kind not in kinds]
     overrides = {name: value for name, value in overrides.items() if name not in others}
-    for name in ("schedule.outlier_factor", "schedule.max_prompts_ratio"):
+    for name in ("schedule.outlier_factor", "schedule.max_prompts_ratio", "fleet.patience"):
         overrides |= {name: 1.0 + overrides[name]} if name in overrides else {}
     overrides |= {"schedule.max_num_return_sequences": None, "fleet.workers": 1, "fleet.threads": None}
+    overrides |= {
+        name: 1 for name in ("schedule.long_workers", "schedule.local_workers") if name in overrides
+    }
+    for name, (other, values) in USED_WITH.items():
+        if overrides.get(other, KEYS[other].default) not in values:
+            overrides.pop(name, None)
     overrides["sampling.stop"] = [text for text in overrides.get("sampling.stop", ()) if text]
     if overrides.get("data.path"):
         overrides["data.task"] = overrides["data.dataset"] = None

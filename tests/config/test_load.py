@@ -263,8 +263,11 @@ def test_everything_wrong_is_said_at_once() -> None:
             ["reward.weights has 1", "2 reward.functions"],
         ),
         ({"fleet.weights": "shared", "schedule.kind": "async"}, ["fleet.weights", "overlap", '"copy"']),
-        ({"draft.nodes": 40}, ["draft.nodes = 40", "draft.max_nodes = 16"]),
+        ({"draft.budget": "fixed", "draft.nodes": 40}, ["draft.nodes = 40", "draft.max_nodes = 16"]),
+        ({"draft.sources": ["prompt", "history", "prompt"]}, ['draft.sources names "prompt" more than once']),
         ({"draft.step_ms": [5.0, 6.0, 4.0]}, ["a step of 4 tokens takes 4.0 ms", "5.0 ms"]),
+        ({"history.max_gib": 1e-12}, ["history.max_gib = 1e-12: expected a number of at least 0.001"]),
+        ({"history.warm_from": ""}, ['history.warm_from = ""', "with a length of at least 1"]),
         ({"sampling.temperature": 0}, ["sampling.temperature = 0", "eval.temperature"]),
         ({"schedule.samples": 1}, ["schedule.samples = 1", "2 or more"]),
         ({"schedule.kind": "async", "schedule.max_concurrent": 7}, ["max_concurrent = 7", "at least 8"]),
@@ -325,7 +328,7 @@ def test_what_may_surprise_is_said() -> None:
     assert warnings(load_config()) == []
     truncated = load_config({}, {"sampling.top_k": 5, "sampling.top_p": 0.9})
     assert "sampling.top_k = 5, sampling.top_p = 0.9" in warnings(truncated)[0]
-    assert "only the synchronous schedule" in warnings(load_config({}, {"schedule.kind": "async"}))[0]
+    assert "which weights sample a token" in warnings(load_config({}, {"schedule.kind": "async"}))[0]
     assert (
         "the peak is never reached"
         in warnings(load_config({}, {"learner.lr_schedule": "linear", "learner.warmup_steps": 100}))[0]

@@ -14,7 +14,7 @@ from stretto.draft import Drafts, no_drafts
 from stretto.draft.budget import KINDS, Batch, Budget, Goodput, make_budget
 from stretto.draft.cost import CostModel
 from stretto.errors import StrettoError
-from stretto.records import BoolArray, FloatArray
+from stretto.records import BoolArray
 from tests.draft.trees import GRAIN, accept, drafts, forest, parent_closed, paths
 
 
@@ -27,14 +27,13 @@ def cost(*points: tuple[int, float], per_node: float = 0.0) -> CostModel:
 LINEAR = cost((1, 1.0), (257, 17.0))  # 1 s and 1/16 s for each further token
 
 
-def batch(trees: Drafts, tokens: int | None = None, weights: FloatArray | None = None) -> Batch:
+def batch(trees: Drafts, tokens: int | None = None) -> Batch:
     requests = trees.counts.size
-    return Batch(np.arange(requests), np.zeros(requests, np.int64), tokens or max(requests, 1), weights)
+    return Batch(np.arange(requests), np.zeros(requests, np.int64), tokens or max(requests, 1))
 
 
 def goodput(trees: Drafts, keep: BoolArray, model: CostModel, given: Batch) -> float:
-    weights = np.ones(trees.counts.size) if given.weights is None else given.weights
-    worth = weights.sum() + (np.repeat(weights, trees.counts) * trees.estimates)[keep].sum()
+    worth = trees.counts.size + trees.estimates[keep].sum()
     nodes = np.array([keep.sum()])
     return float(worth / model.seconds(given.tokens + nodes, nodes)[0])
 
@@ -50,16 +49,14 @@ class TestGoodput:
     @settings(deadline=None)
     @given(
         drafts(requests=3, largest=4),
-        st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=3, max_size=3),
         st.sampled_from(COSTS),
         st.integers(1, 12),
-        st.booleans(),
     )
     def test_equals_the_best_of_all_parent_closed_choices(
-        self, trees: Drafts, weights: list[float], model: CostModel, tokens: int, weighted: bool
+        self, trees: Drafts, model: CostModel, tokens: int
     ) -> None:
         """Exactly, ties to fewer nodes: all numbers are dyadic, so float64 makes no error before the division."""
-        given = batch(trees, tokens, np.array(weights[: trees.counts.size]) if weighted else None)
+        given = batch(trees, tokens)
         keep = make_budget("goodput", model).choose(trees, given)
         assert parent_closed(trees, keep)
         choices = [
@@ -99,15 +96,13 @@ class TestGoodput:
     @settings(deadline=None)
     @given(
         drafts(requests=3, largest=6),
-        st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=3, max_size=3),
         st.sampled_from(COSTS),
         st.integers(1, 12),
-        st.booleans(),
     )
     def test_nothing_below_the_floor_is_chosen_at_a_step_alike(
-        self, trees: Drafts, weights: list[float], model: CostModel, tokens: int, weighted: bool
+        self, trees: Drafts, model: CostModel, tokens: int
     ) -> None:
-        given = batch(trees, tokens, np.array(weights[: trees.counts.size]) if weighted else None)
+        given = batch(trees, tokens)
         budget = Goodput(model)
         kept = budget.choose(trees, given)
         assert (trees.estimates[kept] >= budget.floor).all()
@@ -122,13 +117,6 @@ class TestGoodput:
         assert kept == sorted(kept, reverse=True)
         assert kept[0] == 6
         assert kept[-1] == 0
-
-    def test_weight_moves_nodes_to_the_request_that_is_waited_for(self) -> None:
-        trees = forest([[(-1, 32), (0, 16)], [(-1, 32), (0, 16)]])
-        model = cost((1, 1.0), (257, 65.0))
-        assert not make_budget("goodput", model).choose(trees, batch(trees, 1)).any()
-        keep = make_budget("goodput", model).choose(trees, batch(trees, 1, np.array([0.25, 4.0])))
-        assert keep.tolist() == [False, False, True, False]
 
     def test_certain_nodes_are_kept_and_impossible_ones_are_not(self) -> None:
         trees = forest([[(-1, 64), (0, 64), (1, 0)], [(-1, 0)]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.draft.cost import COUNTS, CostModel
+from stretto.draft.cost import CostModel
 from stretto.errors import StrettoError
 
 POINTS = st.lists(
@@ -70,19 +69,6 @@ class TestCurve:
         assert at(fitted((1, 1.0), (2, 2.0))) == []
 
 
-class TestMeasure:
-    def test_runs_every_count_in_every_round_and_forgives_a_slow_first_one(self) -> None:
-        calls: list[int] = []
-
-        def step(tokens: int) -> float:
-            calls.append(tokens)
-            return 100.0 if len(calls) <= len(COUNTS) else float(tokens)
-
-        model = CostModel.measure(step)
-        assert calls == list(COUNTS) * 3
-        assert at(model, *COUNTS) == list(COUNTS)
-
-
 class TestErrors:
     def test_nothing_measured(self) -> None:
         with pytest.raises(StrettoError, match="nothing was measured"):
@@ -104,25 +90,3 @@ class TestErrors:
     def test_drafting_costs_that_cannot_be(self, per_node: float) -> None:
         with pytest.raises(StrettoError, match="per drafted node"):
             CostModel(per_node)
-
-
-@settings(deadline=None)
-@given(POINTS, st.floats(0.0, 1.0))
-def test_state_is_exact(points: list[tuple[int, float]], per_node: float) -> None:
-    model, copy = fitted(*points, per_node=per_node), CostModel()
-    copy.load_state_dict(json.loads(json.dumps(model.state_dict())))
-    tokens = np.arange(700)
-    assert copy.seconds(tokens, tokens).tolist() == model.seconds(tokens, tokens).tolist()
-    assert copy.state_dict() == model.state_dict()
-
-
-def test_state_of_a_model_that_was_not_fitted() -> None:
-    model = CostModel()
-    model.load_state_dict(json.loads(json.dumps(CostModel(0.25).state_dict())))
-    assert model.per_node == 0.25
-    with pytest.raises(StrettoError, match="nothing was measured"):
-        model.seconds(np.array([1]))
-
-
-def test_metrics_are_the_fitted_points() -> None:
-    assert fitted((1, 0.5), (8, 2.0)).metrics() == {"spec/cost_ms/1": 500.0, "spec/cost_ms/8": 2000.0}

@@ -186,6 +186,27 @@ class TestProposals:
         assert other.state_dict() == it.state_dict()
         assert columns(propose(other, [0], [0])) == columns(propose(it, [0], [0])) != untaught
 
+    def test_how_long_nothing_was_worth_checking_is_state(self) -> None:
+        it = drafter(sources=["history"], pause=8)
+        it.begin(0, request(0))
+        for _ in range(6):
+            propose(it, [0], [0])
+        other = drafter(sources=["history"], pause=8)
+        other.load_state_dict(json.loads(json.dumps(it.state_dict())))
+        assert other._fruitless == it._fruitless == 6
+        other.load_state_dict({k: v for k, v in it.state_dict().items() if k != "fruitless"})  # of before
+        assert other._fruitless == 0
+
+    def test_of_another_versions_calibration_nothing_is_taken(self, caplog: pytest.LogCaptureFixture) -> None:
+        it, fresh = drafter(), drafter()
+        state = it.state_dict()
+        state["calibration"]["counts"] = state["calibration"]["counts"][1:]
+        it.load_state_dict(state)
+        assert it.state_dict() == fresh.state_dict()
+        assert caplog.messages[0].startswith(
+            "what drafts are worth is learnt anew: calibration: stored counts"
+        )
+
 
 @settings(deadline=None, max_examples=20)
 @given(

@@ -19,9 +19,8 @@ from stretto.records import BoolArray
 from tests.draft.trees import accept, forest, paths
 
 
-def batch(generated: list[int], tokens: int = 1, weights: list[float] | None = None) -> Batch:
-    given = None if weights is None else np.array(weights)
-    return Batch(np.arange(len(generated)), np.array(generated, np.int64), tokens, given)
+def batch(generated: list[int], tokens: int = 1) -> Batch:
+    return Batch(np.arange(len(generated)), np.array(generated, np.int64), tokens)
 
 
 def kept(trees: Drafts, keep: BoolArray) -> list[int]:
@@ -173,10 +172,10 @@ class TestMarginal:
         for base, requests in ((1.0, 1), (10.0, 1), (10.0, 4), (100.0, 4), (0.0, 8)):
             times = [(base + (1 + g) * requests) / (2.0 - 0.5**g) for g in range(9)]
             best = int(np.argmin(times))
-            assert self.rule(base, 1.0).lengths(requests, 0, requests)[0] == best
+            assert self.rule(base, 1.0).best_length(requests, requests) == best
 
     def test_nothing_is_drafted_where_it_does_not_pay(self) -> None:
-        assert self.rule(0.0, 1.0).lengths(4, 4, 8) == (0, 0)
+        assert self.rule(0.0, 1.0).best_length(8, 8) == 0
 
     def test_all_is_accepted_and_tokens_are_free(self) -> None:
         rule = self.rule(1.0, 0.0)
@@ -184,35 +183,13 @@ class TestMarginal:
         trees = paths(20, 20)
         assert kept(trees, rule.choose(trees, batch([0, 0], 2))) == [8, 8]
 
-    def test_high_class_comes_first_within_the_same_budget(self) -> None:
-        rule = self.rule(100.0, 1.0)
-        best, _ = rule.lengths(4, 0, 4)
-        low, high = rule.lengths(2, 2, 4)
-        assert high > best > low >= 1
-        assert 2 * low + 2 * high <= 4 * best
-        trees = paths(9, 9, 9, 9)
-        assert kept(trees, rule.choose(trees, batch([0] * 4, 4, [1.0, 2.0, 1.0, 2.0]))) == [
-            low,
-            high,
-            low,
-            high,
-        ]
-
-    def test_high_class_counts_twice(self) -> None:
-        """β falls from 1 to 1/4 after three levels: below half, the high class is worth less than the low one."""
-        cost = CostModel()
-        cost.fit([(1, 1.0), (10, 1.0), (11, 100.0)])  # so that 2 requests get 8 nodes
-        rule = Marginal(cost)
-        self.teach(rule, [3, 3, 3, 8])
-        assert rule.lengths(1, 1, 2) == (3, 5)
-
     def test_a_rejecting_model_switches_it_off_and_time_on_again(self) -> None:
         rule = self.rule(4.0, 1.0)
-        assert rule.lengths(1, 0, 1)[0] > 0
+        assert rule.best_length(1, 1) > 0
         self.teach(rule, [0])
-        assert rule.lengths(1, 0, 1) == (0, 0)
+        assert rule.best_length(1, 1) == 0
         self.teach(rule, [], steps=5_000)
-        assert rule.lengths(1, 0, 1)[0] > 0
+        assert rule.best_length(1, 1) > 0
 
     def test_acceptance_is_that_of_tested_levels(self) -> None:
         rule = self.rule(4.0, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stretto.draft import SOURCES
 from stretto.draft.drafter import IDLE_GROUPS
-from tests.draft.engine import PROMPT, drafter, propose, request, write
+from tests.draft.engine import PROMPT, drafter, propose, request, rollout, write
 
 
 def test_responses_in_flight_are_followed_of_every_group() -> None:
@@ -67,6 +67,22 @@ def test_a_resumed_ones_text_is_counted_once() -> None:
     it.begin(0, request(0, tokens=range(1, 24)))  # into a generation that does not have it
     assert it.metrics()["spec/live/tokens"] == 24
     assert it.metrics()["spec/live/groups"] == 1
+
+
+def test_what_became_history_is_not_kept_beside_it_once_nothing_is_in_flight() -> None:
+    it = drafter(sources=["siblings"])
+    it.begin(0, request(0))
+    it.begin(1, request(1))
+    write(it, 0, [1, 2, 3])
+    it.end(0, 3)
+    it.remember([rollout([1, 2, 3])])
+    assert it.metrics()["spec/live/tokens"] == 5  # the other one is in flight
+    it.end(1, None)
+    assert it.metrics()["spec/live/tokens"] == 5
+    it.remember([])
+    assert it.metrics()["spec/live/tokens"] == it.metrics()["spec/live/groups"] == 0
+    it.begin(0, request(2))
+    assert propose(it, [0], [0]).token_ids.size == 0
 
 
 def test_a_sibling_that_comes_late_finds_what_was_said() -> None:

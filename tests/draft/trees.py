@@ -1,4 +1,4 @@
-"""Drafts for tests: drawn by hypothesis, or written down as paths. And texts read slowly."""
+"""Drafts for tests: drawn by hypothesis, or written down as paths. And where texts lead in an automaton."""
 
 from __future__ import annotations
 
@@ -67,17 +67,6 @@ def trees(draw: st.DrawFn, largest: int) -> list[tuple[int, int]]:
 def drafts(requests: int, largest: int) -> st.SearchStrategy[Drafts]:
     """Up to `requests` requests of up to `largest` nodes each."""
     return st.lists(trees(largest), max_size=requests).map(forest)
-
-
-def places(texts: Sequence[Text], string: Text) -> list[tuple[int, int]]:
-    """(text, place after it) of every occurrence of `string`."""
-    size = len(string)
-    return [
-        (t, end)
-        for t, text in enumerate(texts)
-        for end in range(size, len(text) + 1)
-        if text[end - size : end] == string
-    ]
 
 
 def advance_texts(

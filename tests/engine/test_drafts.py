@@ -17,7 +17,8 @@ from stretto.draft.cost import CostModel
 from stretto.draft.drafter import IDLE_GROUPS, HistoryDrafter
 from stretto.engine import attention, embedded
 from stretto.engine.packing import tree_views
-from stretto.history.index import HistoryIndex, Weight
+from stretto.history.builds import Weight
+from stretto.history.index import HistoryIndex
 from stretto.model import FAMILIES
 from stretto.records import IntArray, Prompt, Request, Rollout, Running, SamplingParams, prompt_uid
 from stretto.weights import WeightsRef

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from stretto.records import (
     Event,
     Finished,
     FinishReason,
+    Leapt,
     Loaded,
     Progress,
     Request,
@@ -76,6 +78,8 @@ class Log:
             if isinstance(event, Progress):
                 for number, count in zip(event.ids.tolist(), event.counts.tolist(), strict=True):
                     total[number] = total.get(number, 0) + count
+            elif isinstance(event, Leapt):
+                total[event.id] = total.get(event.id, 0) + event.count
         return total
 
     def ends(self) -> dict[int, tuple[float, str]]:
@@ -154,9 +158,9 @@ def test_tokens_are_told_when_a_report_is_wanted() -> None:
     log = build(lengths(1000), cost=StepCost(base=1.0, per_token=0.0))
     log.engine.submit([request(0)])
     log.at(10.5, log.engine.report)
-    (progress,) = log.runtime.wait()
-    assert isinstance(progress, Progress)
-    assert progress.counts.tolist() == [11]  # with the step in hand
+    (leapt,) = log.runtime.wait()
+    assert isinstance(leapt, Leapt)
+    assert leapt.count == 11  # with the step in hand
     assert log.runtime.now() == pytest.approx(11.0)
 
 
@@ -188,8 +192,8 @@ def test_new_weights_come_between_two_steps_and_tokens_keep_their_version(
     log.run()
     by_version: dict[int, int] = {}
     for _, event in log.events:
-        if isinstance(event, Progress):
-            by_version[event.version] = by_version.get(event.version, 0) + int(event.counts.sum())
+        if isinstance(event, Leapt):
+            by_version[event.version] = by_version.get(event.version, 0) + event.count
     assert by_version == {0: 10, 1: 50}
     assert [when for when, event in log.events if isinstance(event, Loaded)] == pytest.approx([12.0])
     assert log.ends()[0][0] == pytest.approx(37.0)
@@ -359,3 +363,66 @@ def test_uniform_is_uniform() -> None:
     drawn = np.sort([uniform(n, 3) for n in range(20_000)])
     distance = np.abs(drawn - (np.arange(20_000) + 0.5) / 20_000).max()
     assert distance < 1.95 / np.sqrt(20_000)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    script=st.lists(
+        st.tuples(
+            st.sampled_from(["submit", "pause", "load", "fail", "start", "stop", "metrics"]),
+            st.floats(0.001, 0.5),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    running=st.sampled_from(["continue", "recompute", "stop"]),
+    late=st.booleans(),
+)
+def test_slots_are_busy_only_while_they_are_there(
+    script: list[tuple[str, float]], running: Running, late: bool
+) -> None:
+    """Whenever somebody looks, whoever failed in a step or in the trainer's time."""
+    log = build(lambda r: 1 + r.id * 7 % 50, slots=3, load_seconds=0.02)
+    engine, seen = log.engine, []
+    if late:
+        engine.absent()
+    else:
+        engine.start()
+
+    def start() -> None:
+        if not engine.alive:
+            engine.start()
+
+    commands: dict[str, Callable[[int, float], None]] = {
+        "submit": lambda i, _: engine.submit([request(i), request(1000 + i)]),
+        "pause": lambda _, seconds: engine.pause(4.0 * seconds),
+        "load": lambda i, _: engine.load(WeightsRef(i, "copy", {}), running),
+        "fail": lambda *_: engine.fail(),
+        "start": lambda *_: start(),
+        "stop": lambda i, _: engine.stop([i - 1], [1]),
+        "metrics": lambda *_: seen.append(engine.metrics()),
+    }
+    when = 0.0
+    for number, (name, seconds) in enumerate([*script, ("metrics", 9.0)]):
+        when += seconds
+        log.at(when, partial(commands[name], number, seconds))
+    log.run()
+    for counted in seen:
+        assert -1e-9 <= counted["busy_slot_seconds"] <= counted["available_slot_seconds"] + 1e-9
+        assert counted["step_seconds"] <= counted["up_seconds"] + 1e-9
+        assert counted["available_slot_seconds"] == pytest.approx(3 * counted["up_seconds"])
+    assert sum(counted["up_seconds"] for counted in seen) <= when + 1e-9
+
+
+def test_a_failure_in_the_trainers_time_gives_back_what_is_left_of_it() -> None:
+    log = build(lengths(), slots=4)
+    log.engine.start()
+    log.at(10.0, lambda: log.engine.pause(20.0))
+    log.at(15.0, log.engine.fail)
+    log.at(40.0, log.engine.start)
+    log.at(41.0, lambda: log.engine.pause(1.0))
+    counted: list[float] = []
+    for when in (12.0, 20.0, 50.0):
+        log.at(when, lambda: counted.append(log.engine.metrics()["up_seconds"]))
+    log.run()
+    assert counted == [10.0, 0.0, 9.0]

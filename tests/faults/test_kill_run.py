@@ -13,7 +13,7 @@ from studies import kill
 SETTINGS = [
     "--steps", "5", "--schedule.prompts", "2", "--schedule.samples", "3", "--sampling.max_new_tokens", "24",
     "--eval.enabled", "false", "--checkpoint.every", "2", "--threads", "1",
-    "--reward.functions", f"{Path(__file__).parents[1] / 'test_trainer.py'}:vowels",
+    "--reward.functions", f"{Path(__file__).parents[1] / 'rewards.py'}:vowels",
 ]  # fmt: skip
 
 

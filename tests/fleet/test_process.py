@@ -36,7 +36,7 @@ from stretto.runtime import LiveRuntime
 from stretto.schedule import make_schedule
 from stretto.schedule.one_pass import OnePass
 from stretto.weights import WeightsRef
-from tests.fleet.toy import Fault, alive, request, response, toy
+from tests.fleet.toy import Fault, alive, build_remembering, request, response, toy
 from tests.invariants import check
 from tests.models import tiny_model
 
@@ -183,7 +183,7 @@ def test_workers_are_reported_together_and_in_order(tmp_path: Path) -> None:
     world = AnswerAll()
     with fleet_of(toy(), world, tmp_path, workers=3) as fleet:
         world.answer(fleet)
-        assert world.events[:3] == [WorkerUp(number, 4, 0) for number in range(3)]
+        assert world.events[:3] == [WorkerUp(number, 4, 0, number) for number in range(3)]
         assert not fleet.expecting()
 
 
@@ -205,6 +205,106 @@ def test_a_worker_killed_while_it_is_idle_is_replaced(tmp_path: Path) -> None:
         os.kill(worker.process.pid, signal.SIGKILL)
         assert wait_until(lambda: 1 in fleet._workers)
         world.answer(fleet)
+
+
+@pytest.mark.parametrize("kind", ["hang", "stop"])
+def test_a_stuck_worker_is_lost_after_a_while(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = AnswerAll()
+    with fleet_of(toy(Fault(1, 5, kind)), world, tmp_path, restarts=0) as fleet:
+        fleet.wait_until_ready()  # loading takes longer than the patience that follows
+        fleet._patience = 1.0
+        world.answer(fleet)
+        assert set(fleet._workers) == {0}
+    assert (
+        "was killed, having said nothing for fleet.patience = 1 seconds; what it ran goes on" in caplog.text
+    )
+
+
+def test_nobody_waits_for_a_stuck_workers_report_for_ever(tmp_path: Path) -> None:
+    world = AnswerAll()
+    with fleet_of(toy(), world, tmp_path, restarts=0) as fleet:
+        fleet.start()
+        fleet._patience = 1.0
+        os.kill(fleet._workers[1].process.pid, signal.SIGSTOP)
+        assert fleet.metrics()["step_seconds"] == 2.0  # the other's
+
+
+def test_a_worker_that_is_stuck_while_loading_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = AnswerAll()
+    with fleet_of(toy(Fault(1, 0, "stop")), world, tmp_path) as fleet:
+        assert wait_until(lambda: fleet._workers[0].up)
+        fleet._patience = 1.0
+        assert wait_until(lambda: 1 not in fleet._workers)
+        fleet._patience = PATIENCE
+        world.answer(fleet)
+        assert set(fleet._workers) == {0, 2}
+
+
+def past(uid: str, visit: int) -> Rollout:
+    ids, logprobs = np.arange(3), np.zeros(3)
+    return Rollout(
+        0, 0, Prompt(0, uid, 0, ids, {"a": print}), 0, visit, 0, ids, logprobs, logprobs, ids, ids > 0
+    )
+
+
+def test_a_replacement_is_told_what_the_others_know(tmp_path: Path) -> None:
+    """Visits count by prompt: an earlier run's stay while the prompt has no others."""
+    world = AnswerAll()
+    with fleet_of(build_remembering, world, tmp_path, window=2) as fleet:
+        fleet.remember([past("a", -7), past("b", -7)])  # before they are ready
+        fleet.start()
+        fleet.remember([past("a", 0), past("c", 0)])
+        os.kill(fleet._workers[1].process.pid, signal.SIGKILL)
+        assert wait_until(lambda: 1 not in fleet._workers)
+        fleet.remember([past("a", 1)])  # perhaps while another one is told of those before
+        assert wait_until(lambda: 2 in fleet._workers and fleet._workers[2].up)
+        fleet.remember([past("d", 1)])
+        first, other = (sorted(tuple(told[:2]) for told in state["told"]) for state in fleet.drafter_states())
+        assert first == [("a", -7), ("a", 0), ("a", 1), ("b", -7), ("c", 0), ("d", 1)]
+        assert set(other) - {("a", -7)} == set(first) - {("a", -7)}
+        assert len(other) == len(set(other))
+
+
+def test_weights_are_written_while_workers_are_listened_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = AnswerAll()
+    with fleet_of(toy(), world, tmp_path, workers=1) as fleet:
+        fleet.start()
+        write = fleet._files.write
+
+        def slow(ref: WeightsRef) -> WeightsRef:
+            before = len(arrived)
+            assert wait_until(lambda: len(arrived) > before + 1)
+            return write(ref)
+
+        arrived: list[Event] = []
+        monkeypatch.setattr(fleet, "_post", arrived.append)
+        monkeypatch.setattr(fleet._files, "write", slow)
+        fleet.submit(0, [request(35)])
+        fleet.load(WeightsRef(1, "copy", {}), [0], "continue")
+
+
+def test_what_is_interrupted_while_it_starts_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    listen = ProcessFleet._listen_to
+
+    def interrupted(fleet: ProcessFleet, worker: Any) -> None:
+        if started:
+            raise KeyboardInterrupt
+        started.append(worker.process.pid)
+        listen(fleet, worker)
+
+    monkeypatch.setattr(ProcessFleet, "_listen_to", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ProcessFleet(toy(), lambda event: None, workers=2, scratch=tmp_path / "weights")
+    assert not alive(started[0])
 
 
 def test_without_restarts_the_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

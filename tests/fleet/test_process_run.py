@@ -25,14 +25,11 @@ from stretto.records import UpdateBatch, Updated
 from stretto.trainer import Trainer
 from tests.test_trainer import Messages, assert_same_run, metrics, small
 
-REWARD = {
-    "reward.functions": [f"{Path(__file__).parents[1] / 'schedule/rewards.py'}:vowels"]
-}  # loads at once
 PROCESSES = {"fleet.kind": "processes", "fleet.workers": 2, "fleet.threads": 1, "fleet.restarts": 0}
 
 
 def in_processes(folder: Path, name: str, **changes: Any) -> Config:
-    return small(folder, name, **REWARD, **PROCESSES, **changes)
+    return small(folder, name, **PROCESSES, **changes)
 
 
 def processes_of_workers() -> list[int]:
@@ -85,6 +82,7 @@ def test_a_run_goes_on_without_a_killed_worker(tmp_path: Path) -> None:
 
     folder = Trainer(in_processes(tmp_path, "killed"), reporter=During(2, kill_one)).run().folder
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3]
+    assert all(0 < line["rollout/bubble_ratio"] < 1 for line in metrics(folder))
     last = read_rollouts(folder / "consumed/step-000003.parquet")
     assert (len(last), len({r.worker for r in last})) == (6, 1)
     for step in (1, 2, 3):
@@ -97,7 +95,7 @@ def test_a_resumed_run_may_have_another_fleet_and_its_drafters_go_on(tmp_path: P
     """In float64, where it does not matter to a token who computes it, it is the run with one engine in this process:
     the engine's floats do not enter the loss.
     """
-    exact: dict[str, Any] = {"model.dtype": "float64", "checkpoint.keep": 3, **REWARD}
+    exact: dict[str, Any] = {"model.dtype": "float64", "checkpoint.keep": 3}
     exact["draft.budget"] = "fixed"  # many tests at every step: they outgrow the decay of those before
     whole = Trainer(small(tmp_path, "whole", **exact)).run().folder
     folder = Trainer(small(tmp_path, "changed", steps=1, **exact)).run().folder
@@ -154,7 +152,7 @@ def test_an_interruption_during_an_update_waits_for_it_and_loses_nothing(
     monkeypatch.setattr(Learner, "update", interrupted)
     overlapping = {"schedule.kind": "async", "deterministic": False, "checkpoint.every": 10, "steps": 4}
     one = {**PROCESSES, "fleet.workers": 1}
-    result = Trainer(small(tmp_path, "async", **REWARD, **one, **overlapping), reporter=reporter).run()
+    result = Trainer(small(tmp_path, "async", **one, **overlapping), reporter=reporter).run()
     assert (result.interrupted, result.steps) == (True, 2)
     assert threading.main_thread() not in began
     flying = read_rollouts(result.folder / "in_flight/step-000002.parquet")

@@ -5,7 +5,7 @@ import pytest
 
 from stretto.engine.simulated import SimulatedEngine, StepCost
 from stretto.fleet.simulated import SimulatedFleet
-from stretto.records import Event, Progress, Request, SamplingParams, WorkerDown, WorkerUp
+from stretto.records import Event, Leapt, Request, SamplingParams, WorkerDown, WorkerUp
 from stretto.runtime import SimulatedRuntime
 
 NONE = np.zeros(0, np.int64)
@@ -65,7 +65,7 @@ def test_reports_come_while_something_runs_and_then_stop() -> None:
     world = Fleet(2, report_seconds=6.0)
     world.fleet.start()
     world.fleet.submit(1, [request(0)])
-    told = [(when, int(e.counts[0])) for when, e in world.run() if isinstance(e, Progress)]
+    told = [(when, e.count) for when, e in world.run() if isinstance(e, Leapt)]
     assert told == [(6.0, 6), (12.0, 6), (18.0, 6), (20.0, 2)]
 
 

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +24,12 @@ from stretto.records import (
     Loaded,
     Progress,
     Request,
+    Rollout,
     Running,
     SamplingParams,
     Stopped,
 )
+from stretto.tally import Tally
 from stretto.weights import WeightsRef
 
 Name = tuple[int, int]
@@ -44,11 +47,15 @@ class Fault:
 
     worker: int
     step: int
-    kind: str  # "kill", "raise", "refuse"
+    kind: str  # "kill", "hang", "stop", "raise", "refuse"
 
     def strike(self) -> None:
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "hang":
+            time.sleep(3600)
+        if self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.kind == "refuse":
             raise StrettoError("the engine will not have it")
         raise ZeroDivisionError("an engine's own")
@@ -143,6 +150,31 @@ def toy(*faults: Fault, endless: bool = False) -> partial[tuple[ToyEngine, None]
     return partial(build, faults, endless)
 
 
+class Rememberer:
+    """A drafter that says what it was told, as (prompt, visit, tokens), each once."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, list[int]]] = []
+
+    def remember(self, rollouts: Sequence[Rollout]) -> None:
+        self.told += [(r.prompt.uid, r.visit, r.token_ids.tolist()) for r in rollouts]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": self.told}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, budget: bool = True) -> None: ...
+
+    def counts(self) -> Tally:
+        return Tally()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+def build_remembering(worker: int) -> tuple[ToyEngine, Rememberer]:
+    return ToyEngine((), worker), Rememberer()
+
+
 def request(id: int, attempt: int = 1) -> Request:
     nothing = np.zeros(0, np.int64)
     return Request(id, attempt, 0, np.array([1]), nothing, 0, id, SamplingParams())
@@ -155,8 +187,9 @@ def alive(pid: int) -> bool:
 
 
 def trainer_to_be_killed(folder: str) -> None:
-    """Says the numbers of its workers' processes when they are at work."""
-    fleet = ProcessFleet(toy(endless=True), lambda event: None, workers=2, scratch=Path(folder))
+    """Says the numbers of its workers' processes when they are at work, and one of them is stuck in its first step."""
+    stuck = Fault(1, 1, "stop" if sys.platform == "linux" else "hang")
+    fleet = ProcessFleet(toy(stuck, endless=True), lambda event: None, workers=2, scratch=Path(folder))
     fleet.start()
     for number in (0, 1):
         fleet.submit(number, [request(number)])

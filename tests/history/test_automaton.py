@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.history.automaton import EDGES, STATES, LivePool, find_live, find_text, match_live
+from stretto.history.automaton import EDGES, LINKS, STATES, LivePool, find_live, find_text, match_live
 
 LARGEST = 2**31 - 1
 TOKENS = st.sampled_from([0, 64, LARGEST])  # 0 and 64 share a bucket
@@ -143,9 +143,28 @@ def test_growing_keeps_what_was_there() -> None:
 def test_one_token_repeated() -> None:
     pool = LivePool()
     group = Group(pool, 2)
-    for _ in range(30):
+    for _ in range(LINKS // 2):
         extend(pool, [(group, 0, (64,)), (group, 1, (64, 64))])
         group.check(pool)
+
+
+def test_a_loop_costs_the_same_round_after_round() -> None:
+    """Each token is counted at a bounded number of states, however many suffixes the text has by then."""
+    pool = LivePool()
+    group = Group(pool, 1)
+    work = []
+    for _ in range(4):
+        before = float(pool.arrays.counts[: pool.arrays.top[STATES]].sum())
+        extend(pool, [(group, 0, (64,) * 500)])
+        work.append(float(pool.arrays.counts[: pool.arrays.top[STATES]].sum()) - before)
+    assert work[1:] == [500.0 * (LINKS + 1)] * 3
+    assert pool.arrays.counts[pool.root(group.handle)] == 2000
+    newest = group.last[0]
+    for _ in range(LINKS):  # a match at the end of the text is followed as often as it should be
+        assert pool.arrays.counts[newest] == 2001 - pool.arrays.length[newest]
+        newest = int(pool.arrays.link[newest])
+    pool.close(group.handle)
+    assert pool.metrics()["tokens"] == 0
 
 
 def test_closed_groups_and_wrong_counts_are_refused_before_anything_changes() -> None:

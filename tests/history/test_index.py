@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import threading
+import time
 from concurrent import futures
 from typing import Any
 
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 from stretto.alternatives import Alternatives
 from stretto.errors import StrettoError
-from stretto.history import index as index_module
+from stretto.history import builds
+from stretto.history.builds import Weight, reward_weights
 from stretto.history.frozen import Frozen, find_frozen, freeze
-from stretto.history.index import HistoryIndex, Response, Weight, reward_weights
+from stretto.history.index import HistoryIndex, Response
 
 LARGEST = 2**31 - 1
 WEIGHTS: tuple[Weight, ...] = ("count", "reward", "recency", "probability")
@@ -59,7 +61,7 @@ def expected(visits: dict[int, list[Sample]], weight: Weight) -> dict[Text, tupl
         for tokens, reward in samples:
             w = 1.0
             if weight == "recency":
-                w = 0.5 ** (max(visits) - visit)
+                w = 0.5 ** sum(other > visit for other in visits)
             elif weight == "reward" and math.isfinite(reward) and len(set(finite)) > 1:
                 mean = sum(finite) / len(finite)
                 std = math.sqrt(sum((r - mean) ** 2 for r in finite) / len(finite))
@@ -184,7 +186,7 @@ class HeldUp:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
         self._caller = threading.current_thread()
-        monkeypatch.setattr(index_module, "freeze", self.freeze)
+        monkeypatch.setattr(builds, "freeze", self.freeze)
 
     def freeze(self, *arguments: Any) -> Frozen:
         if threading.current_thread() is not self._caller:
@@ -224,24 +226,66 @@ def test_who_is_waited_for_does_not_stand_in_line(monkeypatch: pytest.MonkeyPatc
     assert index.metrics()["built_tokens"] == 3  # nothing was built twice
 
 
-def test_failures_of_the_thread_are_raised_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_built_is_done_without_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     index = HistoryIndex()
     index.add("a", 0, [response((1,))])
     index.add("b", 0, [response((2,))])
 
     def fail(*arguments: np.ndarray) -> Frozen:
-        raise OverflowError(f"no room for {arguments[0].tolist()}")
+        raise MemoryError(f"no room for {arguments[0].tolist()}")
 
     with monkeypatch.context() as patched:
-        patched.setattr(index_module, "freeze", fail)
+        patched.setattr(builds, "freeze", fail)
         index.prepare("ab")
-        futures.wait(index._jobs.values(), timeout=30)
-        with pytest.raises(OverflowError, match=r"\[1\]"):
-            index.wait("ab")
-        with pytest.raises(OverflowError, match=r"\[2\]"):
-            index.add("c", 0, [])
-    index.wait("ab")
-    assert index.open("a") >= 0
+        futures.wait([job.future for job in index._jobs.values()], timeout=30)
+        index.add("c", 0, [response((3,))])
+        index.wait("abc")  # of these c in this thread or in that one
+    assert [index.open(uid) for uid in "abc"] == [-1] * 3
+    (said,) = caplog.messages
+    assert said == "no drafts from what prompt a said before: MemoryError: no room for [1]"
+    index.add("a", 1, [response((4,))])
+    index.wait("abc")
+    assert set(known(index, index.open("a"))) == {(), (1,), (4,)}
+    assert index.open("b") == -1
+
+
+@pytest.mark.parametrize("weight", ["count", "probability"])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_dropped_does_not_depend_on_how_fast_the_thread_builds(
+    seed: int, weight: Weight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = threading.current_thread()
+
+    def slowly(*arguments: Any) -> Frozen:
+        if threading.current_thread() is not caller:
+            time.sleep(0.003)
+        return freeze(*arguments)
+
+    monkeypatch.setattr(builds, "freeze", slowly)
+    quick, late = (HistoryIndex(weight=weight, max_bytes=30_000) for _ in range(2))
+    random = np.random.default_rng(seed)
+    visits, dropped = dict.fromkeys(range(9), 0), []
+    for step in range(12):
+        uids = random.permutation(9)[:4].tolist()
+        for uid in uids:
+            tokens = tuple(random.integers(0, random.integers(2, 60), random.integers(1, 160)).tolist())
+            for index in (quick, late):
+                index.add(str(uid), visits[uid], [response(tokens)])
+            visits[uid] += 1
+        for index in (quick, late):
+            index.prepare(map(str, uids))
+        futures.wait([job.future for job in quick._jobs.values()], timeout=30)
+        if step % 3 == 0:  # between steps in which nobody asks
+            for index in (quick, late):
+                index.wait([str(uids[0])])
+                if (handle := index.open(str(uids[0]))) >= 0:
+                    index.close(handle)
+        kept = [{uid: sorted(h.visits) for uid, h in i._histories.items()} for i in (quick, late)]
+        assert kept[0] == kept[1]
+        dropped.append(late.metrics()["dropped_visits"])
+    assert sum(dropped) > 4
 
 
 def test_the_thread_ends_with_its_index() -> None:
@@ -319,7 +363,7 @@ def test_a_prompt_that_loses_a_visit_is_built_from_what_it_keeps(monkeypatch: py
                 index.add("b", visit, [response((1,))])
             assert index.open("a") == -1
             held_up.go.set()
-            futures.wait(index._jobs.values(), timeout=30)  # nobody has to ask for it
+            futures.wait([job.future for job in index._jobs.values()], timeout=30)  # nobody has to ask for it
         assert set(known(index, index.open("a"))) == {(), (500,)}
 
 
@@ -365,6 +409,24 @@ def test_bad_responses_are_refused_and_nothing_of_their_piece_is_kept(
     with pytest.raises(StrettoError, match=message):
         index.add("p", 3, [response((1,)), bad])
     assert index.metrics()["prompts"] == 0
+
+
+def test_alternatives_of_other_places_are_refused() -> None:
+    index = HistoryIndex(alternatives=True)
+    with pytest.raises(
+        StrettoError, match=r"prompt p, visit 0, response 0: 2 tokens, but alternatives at 1 places"
+    ):
+        index.add("p", 0, [response((1, 2))._replace(top=Alternatives.none(1, 2))])
+
+
+def test_recency_counts_visits_that_are_stored() -> None:
+    """Another run's are a million visits older than this one's."""
+    index = HistoryIndex(weight="recency")
+    for visit, token in ((-(1 << 20), 1), (0, 2)):
+        index.add("a", visit, [response((token,))])
+    index.wait("a")
+    found = known(index, index.open("a"))
+    assert [found[1,][1], found[2,][1]] == [0.5, 1.0]
 
 
 def test_bad_settings_are_named() -> None:

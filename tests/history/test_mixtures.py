@@ -85,9 +85,10 @@ def test_rows_are_the_means_of_all_places_behind_a_string(drawn: tuple[list[Text
             assert found is None
             continue
         assert found is not None
-        assert found.keys() == expected.keys()
-        for token, p in expected.items():
-            assert found[token] == pytest.approx(p, abs=ROUNDED)
+        likely = {token for token, p in expected.items() if p > LEAST / WHOLE + ROUNDED}
+        assert likely <= found.keys() <= expected.keys()
+        for token, p in found.items():
+            assert p == pytest.approx(expected[token], abs=ROUNDED)
 
 
 def test_only_likely_tokens_are_kept_and_the_drawn_one() -> None:

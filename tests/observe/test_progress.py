@@ -98,6 +98,19 @@ def test_plain_is_one_line_per_step() -> None:
     assert lines[5] == "a message"
 
 
+def test_what_drafts_brought_is_shown_where_there_were_any() -> None:
+    step = {**STEP, "spec/drafted": 200, "spec/accepted": 150, "spec/mean_acceptance_length": 2.345}
+    plain, live, drawn = PlainReporter(io.StringIO()), LiveReporter(io.StringIO(), width=100), io.StringIO()
+    for reporter in (plain, live):
+        reporter.start(load_config(), 3)
+        reporter.step(step)
+    Console(file=drawn, width=100).print(live.render())
+    live.close()
+    said = "2.35 at a time, 75% of drafts right"
+    assert f"4,211 tokens/s  ({said})  4.0 s" in plain._stream.getvalue()  # type: ignore[attr-defined]
+    assert f"slots idle 31%  {said}" in drawn.getvalue()
+
+
 def test_missing_figures_are_dashes() -> None:
     stream = io.StringIO()
     reporter = PlainReporter(stream)

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.config import ScheduleConfig
-from stretto.records import Request, State
-from tests.world import World, long_tailed
+from stretto.history.lengths import Ended
+from stretto.records import Admit, Event, Request, Start, State, WorkerDown, WorkerUp
+from tests.world import World, long_tailed, prompt
 
 
 def config(**knobs: Any) -> ScheduleConfig:
@@ -188,3 +189,40 @@ def test_any_knobs_keep_the_bound_and_come_to_no_stand(
     assert len(seen) == len(set(seen))
     state = world.ledger.columns.state[: world.ledger.columns.size]
     assert len(seen) == int((state == State.CONSUMED).sum())
+
+
+@pytest.mark.parametrize("unit", ["group", "response"])
+@pytest.mark.parametrize(("reward_seconds", "train_seconds"), [(60.0, 1.0), (0.05, 60.0)])
+def test_without_pacing_late_rewards_or_a_slow_learner_do_not_let_in_ever_more(
+    unit: Literal["group", "response"], reward_seconds: float, train_seconds: float
+) -> None:
+    """A response takes 2 s and there are 16 slots: hundreds would end before anybody is answered or trained on."""
+    knobs = config(max_staleness=None, unit=unit)
+    world = World(
+        knobs, length=long_tailed(5), slots=16, reward_seconds=reward_seconds, train_seconds=train_seconds
+    )
+    alive = []
+    for steps in range(1, 12):
+        world.run(steps)
+        alive.append(world.ledger.alive)
+    most = 16 + 3 * 12  # the slots, and one update's responses more than those that may wait
+    assert max(alive) <= 2 * most
+    assert max(alive[6:]) <= max(alive[:6]) + 12
+
+
+def test_what_was_admitted_while_no_worker_was_up_is_started_longest_first() -> None:
+    world = World(config(longest_first=True, prompts=4, samples=1), length=long_tailed(5), slots=8)
+    for row, length in enumerate([10, 40, 20, 30]):
+        world.lengths.observe_lengths([Ended(prompt(row), -1, length, False)])
+    ledger, schedule = world.ledger, world.controller.schedule
+    up: list[Event] = [WorkerUp(0, 2, 0)]
+    ledger.apply(up)
+    (admit,) = schedule.decide(ledger.view, up)
+    assert isinstance(admit, Admit)
+    admitted = ledger.admit(world.controller.prompts.next(admit.prompts), 1)
+    both: list[Event] = [admitted, WorkerDown(0)]
+    ledger.apply(both)
+    assert schedule.decide(ledger.view, both) == []
+    up = [WorkerUp(1, 2, 0)]
+    ledger.apply(up)
+    assert schedule.decide(ledger.view, up) == [Start([1, 3], 1)]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,6 +108,25 @@ def test_on_policy_with_many_more_slots_than_an_update_takes(reward_seconds: flo
         alive.append(world.ledger.alive)
     assert max(alive[15:]) <= max(alive[:15]) + 10
     assert world.ledger.counters["forced_refreshes"] > 0
+
+
+@pytest.mark.parametrize("knobs", [{}, {"concurrency": 32}, {"unit": "response"}, {"max_staleness": 2}])
+def test_late_rewards_do_not_let_in_ever_more(knobs: dict[str, Any]) -> None:
+    """Rewards take 60 s, and a response 2 s: thousands would have ended before the first is answered."""
+    config = of("concurrency", **{"prompts": 4, "samples": 4, "max_staleness": None, **knobs})
+    world = World(config, length=long_tailed(6), slots=32, reward_seconds=60.0)
+    most = 0
+    apply = world.ledger.apply
+
+    def note(events: list[Event]):  # type: ignore[no-untyped-def]
+        nonlocal most
+        ended = apply(events)
+        most = max(most, world.ledger.alive - len(world.ledger.scored))
+        return ended
+
+    world.ledger.apply = note  # type: ignore[method-assign, assignment]
+    world.run(8)
+    assert 32 < most < 32 + 2 * 16  # what is scored may be refreshed
 
 
 def test_zero_variance_groups_are_not_counted() -> None:

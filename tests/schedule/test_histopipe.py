@@ -13,7 +13,23 @@ from hypothesis import strategies as st
 from stretto.engine.simulated import StepCost
 from stretto.fleet.simulated import SimulatedFleet
 from stretto.history.lengths import Ended
-from stretto.records import Harvest, Publish, Request, Start, Stop
+from stretto.records import (
+    Admit,
+    Admitted,
+    Decision,
+    Discard,
+    Event,
+    Finished,
+    FinishReason,
+    Harvest,
+    Publish,
+    Request,
+    Scored,
+    Start,
+    Stop,
+    WorkerDown,
+    WorkerUp,
+)
 from tests.schedule.fleets import bounded, check_ended, come_and_go, idle
 from tests.schedule.runs import Checked, decisions, of, resumed, updates
 from tests.world import World, long_tailed, prompt
@@ -143,6 +159,49 @@ def test_slots_are_less_idle_than_under_synchronous(tier: str) -> None:
 def test_first_visits_have_no_history_and_run_all_the_same() -> None:
     world = World(of("histopipe", prompts=4, samples=2), length=long_tailed(3), workers=3, slots=4).run(5)
     assert [len(b.rollouts) for b in world.batches] == [8] * 5
+
+
+class Heard:
+    """A schedule beside a ledger; decisions are carried out on the ledger, and what was admitted is told later."""
+
+    def __init__(self, **knobs: Any) -> None:
+        config = of("histopipe", prompts=2, samples=2, **knobs)
+        self.world = World(config, length=long_tailed(3), slots=8)
+        self.ledger, self.schedule = self.world.ledger, self.world.controller.schedule
+        self.admitted: list[Admitted] = []
+
+    def __call__(self, *events: Event) -> list[Decision]:
+        self.ledger.apply(events)
+        decisions = self.schedule.decide(self.ledger.view, events)
+        for decision in decisions:
+            if isinstance(decision, Admit):
+                rows = self.world.controller.prompts.next(decision.prompts)
+                self.admitted.append(self.ledger.admit(rows, decision.samples_each))
+            elif isinstance(decision, Start):
+                self.ledger.start(decision.ids, decision.worker)
+            elif isinstance(decision, Discard):
+                self.ledger.discard(decision.ids, decision.reason)
+        return decisions
+
+
+def test_what_is_admitted_while_the_last_worker_goes_down_is_started_by_the_next() -> None:
+    """Both are heard of at once, so the schedule has no worker when it hears what it was given."""
+    heard = Heard()
+    heard(WorkerUp(0, 8, 0))
+    assert heard(*heard.admitted, WorkerDown(0)) == []
+    assert placed(heard(WorkerUp(1, 8, 0))) == dict.fromkeys(range(8), 1)
+
+
+def test_a_group_that_was_given_up_is_no_outlier() -> None:
+    """It may be forgotten before its place is taken, when the rest of its band is looked at."""
+    heard = Heard(drop_zero_variance=True, outlier_share=0.3)
+    heard(WorkerUp(0, 8, 0))
+    heard(*heard.admitted)
+    heard(*(Finished(0, i, 1, FinishReason.STOP) for i in range(4)))
+    decisions = heard(Scored(0, 1, 1.0), Scored(1, 1, 1.0))
+    assert decisions[0] == Discard([0, 1], "zero_variance")
+    assert len(heard.ledger.take_finished()) == 2
+    assert placed(heard(Scored(2, 1, 1.0), heard.admitted[-1])) == {8: 0, 9: 0}
 
 
 def test_batches_by_tokens_have_about_so_many() -> None:

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.buffer import Ledger
+from stretto.history.lengths import Ended, LengthHistory, rank_correlation
 from stretto.records import (
     Event,
     Finished,
     FinishReason,
+    Leapt,
     Loaded,
     SamplingParams,
     Start,
@@ -17,7 +20,8 @@ from stretto.records import (
     WorkerDown,
     WorkerUp,
 )
-from stretto.schedule.placement import FreeSlots, fill
+from stretto.schedule.placement import FreeSlots, fill, predict_groups
+from stretto.simulate.workload import Drawn, Quantiles
 from tests.world import prompt
 
 
@@ -35,6 +39,31 @@ def test_siblings_stay_together_as_far_as_there_is_room() -> None:
     free.watch(up)
     starts = fill(book.view, book.view.waiting, free.room(book.view))
     assert starts == [Start([0, 1, 2, 8], 0), Start([3, 4, 5, 9], 1), Start([6, 7], 2)]
+
+
+def test_siblings_that_have_ended_tell_how_long_the_others_are() -> None:
+    """Prompts seen once before, with lengths as long-tailed; of their second visit the first two of six have ended."""
+    trace = Drawn(Quantiles.lognormal(1000, 1.0), rows=60, share=0.6, stability=0.7, cap=100_000)
+    history = LengthHistory()
+    history.observe_lengths([Ended.of(r, r.token_ids.size) for r in trace.earlier(2, -1)])
+    book = Ledger(SamplingParams(max_new_tokens=100_000))
+    book.apply([WorkerUp(0, 400, 0)])
+    book.admit(trace.next(60), 6)
+    requests = book.start(list(book.waiting), 0)
+    before = predict_groups(book.view, range(60), history)
+    for request in requests:
+        if book.view.sample_index(request.id) < 2:
+            book.apply([Leapt(0, request.id, 1, trace.length(request), 0)])
+            book.apply([Finished(0, request.id, 1, FinishReason.STOP)])
+    after = predict_groups(book.view, range(60), history)
+    left = [(r.group, trace.length(r)) for r in requests if book.view.sample_index(r.id) >= 2]
+    actual = np.array([length for _, length in left], np.float64)
+    without, with_siblings = (
+        rank_correlation(np.array([predicted[group] for group, _ in left]), actual)
+        for predicted in (before, after)
+    )
+    assert without > 0.2
+    assert with_siblings > without + 0.1, (without, with_siblings)
 
 
 def test_only_workers_with_the_newest_weights() -> None:

@@ -39,8 +39,9 @@ from stretto.records import (
 from stretto.schedule import ledger_options
 from stretto.trainer import Trainer
 from stretto.weights import WeightFiles, WeightsRef
+from tests.invariants import check_progress
 from tests.models import tiny_model
-from tests.schedule.rewards import vowels
+from tests.rewards import vowels
 from tests.test_trainer import CONTRACT, metrics
 
 ROWS = [{"prompt": "Ann says Bo is a knave . " * (1 + i % 3) + str(i)} for i in range(8)]
@@ -53,8 +54,8 @@ KNOBS: dict[str, Any] = {
     "concurrency": 9,
     "window_floor": 0.01,
 }
-LOADS = ("synchronous", "sorted", "tail_batching", "divided", "stream")
-"""On-policy kinds that take rows in as `synchronous` does, or a load of them at once."""
+LOADS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "concurrency")
+"""Kinds that at `max_staleness` 0 train on the rows in the order in which they come, or a load of them at once."""
 AT_0 = [(kind, 0) for kind in get_args(Kind)]
 ALL = [*AT_0, *((kind, 1) for kind in USED_BY["max_staleness"]), ("concurrency", None)]
 
@@ -292,6 +293,7 @@ def regenerated(weights: Path, rollouts: Sequence[Rollout]) -> list[tuple[list[i
     while engine.has_work:
         for event in engine.step():
             if isinstance(event, Progress):
+                check_progress(event)
                 assert event.token_ids is not None
                 assert event.logprobs is not None
                 ends = np.cumsum(event.counts).tolist()

@@ -77,6 +77,19 @@ def test_the_table_sets_ours_beside_the_published() -> None:
     assert "new over old: published 1.2x, ours 1.50x." in lines
 
 
+def test_more_slots_busy_than_there_are_would_be_seen() -> None:
+    figures = dict.fromkeys(
+        ("useful_tokens_per_s", "discarded_tokens_per_s", "reverified_tokens_per_s", "staleness_mean"), 1.0
+    ) | {"staleness_max": 0, "responses": 1, "seconds": 1.0}
+    rounded, wrong = (
+        published.table(TREE, {("", name): figures | {"slot_idle": idle} for name in ("old", "new")})
+        for idle in (-1e-12, -0.02)
+    )
+    assert "| 0.0% |" in "".join(rounded)
+    assert "-0.0%" not in "".join(rounded)
+    assert "| -2.0% |" in "".join(wrong)
+
+
 def test_a_study_goes_on_where_it_stopped_and_lists_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,3 +108,11 @@ def test_a_study_goes_on_where_it_stopped_and_lists_what_is_missing(
     assert published.main() == 0
     assert capsys.readouterr().out == said
     assert (tmp_path / "runs" / "published.md").read_text() in said
+    with store.open("a") as file:
+        file.write('{"scenario": "paper", "found": {}')  # killed while it wrote
+    assert published.main() == 0
+    assert len(store.read_text().splitlines()) == 1
+    monkeypatch.setattr(published, "code", lambda: "other code")
+    monkeypatch.setattr(published, "run_candidate", lambda *_: (cell["found"] | {"updates": []}, None))
+    assert published.main() == 0
+    assert len(store.read_text().splitlines()) == 2

@@ -82,6 +82,55 @@ def test_a_schedule_may_have_its_own_cluster_and_steps(tmp_path: Path) -> None:
         ("[100.0, 0.5]", "[100.0]", "[100.0] should be [median, sigma]"),
         ("[100.0, 0.5]", "100.0", "workload.lognormal = 100.0: expected a list of numbers"),
         ("[run]", "[run", "not valid TOML"),
+        (
+            "slots = 4",
+            "slots = 4\nfailures = [[nan, 0]]",
+            ":7: cluster.failures = nan: expected a list of lists",
+        ),
+        ("slots = 4", "slots = 4\narrivals = [[inf, 0]]", "expected a list of lists of numbers, all finite"),
+        ("lognormal = [100.0, 0.5]", "histogram = [[5, nan]]", "workload.histogram = "),
+        (
+            "lognormal = [100.0, 0.5]",
+            "histogram = [[5, 0.0]]",
+            ":9: workload.histogram: no lengths: all weights",
+        ),
+        (
+            "lognormal = [100.0, 0.5]",
+            "lognormal = [1.0, 21]",
+            ":9: workload.lognormal: a sigma of 21 is above 20",
+        ),
+        ("lognormal = [100.0, 0.5]", 'trace = ""', ":10: workload.trace = "),
+        (
+            "slots = 4",
+            "slots = 100000",
+            ":6: cluster.slots = 100000: expected an integer of at least 1 and at most",
+        ),
+        ("workers = 2", "workers = 2\nreport_seconds = 1e-12", "report_seconds = 1e-12"),
+        (
+            "workers = 2\nslots = 4",
+            "workers = 60000\nslots = 60000",
+            ":4: cluster.workers = 60000 with slots = 60000: more",
+        ),
+        ("[100.0, 0.5]", "[100.0, 0.5]\nrows = 100_000_000_000", "workload.rows = 100000000000: expected"),
+        ("[100.0, 0.5]", "[100.0, 0.5]\nhistory = 1_000_000", "workload.history = 1000000: expected"),
+        ('"7b-h100"', '"7b-h100"\nbase = 1e-320', "cost.base = 1e-320: expected a number of at least"),
+        ("steps = 3", "steps = 99999999999999999999", "run.steps = 99999999999999999999: expected"),
+        ("samples = 2", 'name = ""', ':14: schedule[0].name = "": expected a text that is not empty'),
+        (
+            '"synchronous"',
+            '"stream"\nlong_workers = 3',
+            ":13: schedule[0].long_workers = 3, but cluster.workers = 2",
+        ),
+        (
+            '"synchronous"',
+            '"elastic"\nlocal_workers = 5',
+            "schedule[0].local_workers = 5, but cluster.workers = 2",
+        ),
+        (
+            '"synchronous"',
+            '"histopipe"\noutlier = "none"\noutlier_factor = 2.0',
+            "outlier_factor = 2.0 does nothing",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -119,6 +168,11 @@ def test_numbers_replace_parts_of_a_preset_and_all_are_needed_without_one(tmp_pa
     [
         ('"7b-h100"', '"7b-h10"', 'did you mean "7b-h100"'),
         ('"7b-h100"', '"72b-h100"', "do not fit into cluster.tp = 1"),
+        (
+            "slots = 4",
+            "slots = 4\nfailure_every = 0.01\nrepair_seconds = 0.1",
+            "use at least failure_every = 6",
+        ),
         ('"7b-h100"', '"7b-h100"\nkv_tokens = 1000', "workload.max_new_tokens and prompt_tokens make"),
     ],
 )

@@ -120,15 +120,48 @@ class TestTrace:
 
     @pytest.mark.parametrize(
         ("text", "said"),
-        [('{"words": 3}', "row 1 has none of the columns"), ("{", "not valid JSON"), ("", "no lengths")],
+        [
+            ('{"words": 3}', "row 1 has none of the columns"),
+            ("{", "not valid JSON"),
+            ("", "no lengths: it has no rows"),
+            ('{"length": 3}\n-5', "row 2: -5 is no object"),
+            ('{"length": -5}', "row 1: length = -5: expected a finite number of at least 0"),
+            ('{"length": NaN}', "row 1: length = nan"),
+            ('{"length": 1e999}', "row 1: length = inf"),
+            ('{"length": [3]}', r"row 1: length = \[3\]"),
+            ('{"length": true}', "row 1: length = True"),
+            ('{"output_tokens": {"x": 1.0}}', "row 1: a length in output_tokens = 'x'"),
+            ('{"output_tokens": {"5": -1.0}}', "row 1: a share in output_tokens = -1.0"),
+            ('{"output_tokens": {"5": 1.0}, "mean_rate_per_s": "x"}', "row 1: mean_rate_per_s = 'x'"),
+            ('{"output_tokens": {"5": 0.0}}', "no lengths: it has only weights of 0"),
+        ],
     )
     def test_what_is_no_trace(self, tmp_path: Path, text: str, said: str) -> None:
         path = tmp_path / "t.jsonl"
         path.write_text(text)
-        with pytest.raises(StrettoError, match=said):
+        with pytest.raises(StrettoError, match=f"{path}:.*{said}"):
             read_trace(path)
         with pytest.raises(StrettoError, match="cannot be read"):
             read_trace(tmp_path / "other.jsonl")
+
+    @pytest.mark.parametrize("cell", ["abc", "nan", "-1", ""])
+    def test_a_cell_that_is_no_length(self, tmp_path: Path, cell: str) -> None:
+        path = tmp_path / "t.csv"
+        path.write_text(f"length,other\n7,1\n{cell},1\n")
+        with pytest.raises(StrettoError, match=f"row 2: length = '{cell}': expected a finite number"):
+            read_trace(path)
+
+    def test_a_torn_archive(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.jsonl.gz"
+        path.write_bytes(gzip.compress(b'{"length": 5}\n' * 50)[:12] + b"\xff" * 30)
+        with pytest.raises(StrettoError, match="cannot be read"):
+            read_trace(path)
+
+    def test_lengths_beyond_any_limit_stay_whole_numbers(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.jsonl"
+        path.write_text('{"length": 1e300}')
+        assert min(read_trace(path).table) > 1 << 30
+        assert min(Quantiles.lognormal(1e200, 20.0).scaled(1e6).table) > 1 << 30
 
 
 class TestRecorded:

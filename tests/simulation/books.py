@@ -14,6 +14,7 @@ from stretto.records import (
     Event,
     Finished,
     FinishReason,
+    Leapt,
     Loaded,
     Observed,
     Progress,
@@ -43,7 +44,7 @@ class Books:
         self.updating = False
         self.entries: dict[int, Entry] = {}
         self.groups: dict[int, list[int]] = {}  # alive members
-        self.admitted_rows = 0
+        self.next_id = 0
         self.slots: dict[int, int] = {}
         self.loaded: dict[int, int] = {}
         self.asked: set[tuple[int, int, int]] = set()  # id, attempt, length: given to the task
@@ -86,8 +87,8 @@ class Books:
 
     def compare_all(self) -> None:
         assert self.ledger.alive == len(self.entries), "requests alive"
-        assert (self.ledger.version, self.ledger.updating) == (self.version, self.updating)
-        assert (self.ledger.loaded, self.ledger.slots) == (self.loaded, self.slots)
+        assert (self.ledger.version, self.ledger.updating) == (self.version, self.updating), "version"
+        assert (self.ledger.loaded, self.ledger.slots) == (self.loaded, self.slots), "workers"
         assert self.ledger.counters["stale_events"] == self.stale, "events of old attempts that were dropped"
         for entry in self.entries.values():
             self.compare(entry)
@@ -95,6 +96,8 @@ class Books:
     # ---- decisions ----------------------------------------------------------------------------------
 
     def admit(self, first: int, prompts: Sequence[tuple[Prompt, int]], samples: int) -> None:
+        assert first == self.next_id, f"ids begin at {first}, not at {self.next_id}"
+        self.next_id += samples * len(prompts)
         for number, (prompt, visit) in enumerate(prompts):
             ids = range(first + number * samples, first + (number + 1) * samples)
             group = self.ledger.view.group_of(ids[0])
@@ -244,6 +247,8 @@ class Books:
         match event:
             case Progress():
                 touched = self._progress(event)
+            case Leapt():
+                touched = self._grow(event.id, event.attempt, event.version, [0] * event.count)
             case Finished():
                 touched = self._finished(event)
             case Stopped():
@@ -290,14 +295,18 @@ class Books:
             event.ids.tolist(), event.attempts.tolist(), event.counts.tolist(), strict=True
         ):
             start, end = end, end + count
-            for entry in self._at(request_id, attempt, State.RUNNING):
-                entry.length += count
-                entry.oldest = event.version if entry.oldest < 0 else min(entry.oldest, event.version)
-                ids = event.token_ids
-                entry.tokens += ids[start:end].tolist() if ids is not None else [0] * count
-                entry.versions += [event.version] * count
-                touched.append(entry)
+            ids = event.token_ids[start:end].tolist() if event.token_ids is not None else [0] * count
+            touched += self._grow(request_id, attempt, event.version, ids)
         return touched
+
+    def _grow(self, request_id: int, attempt: int, version: int, ids: list[int]) -> list[Entry]:
+        found = self._at(request_id, attempt, State.RUNNING)
+        for entry in found:
+            entry.length += len(ids)
+            entry.oldest = version if entry.oldest < 0 else min(entry.oldest, version)
+            entry.tokens += ids
+            entry.versions += [version] * len(ids)
+        return found
 
     def _too_old(self, entry: Entry) -> bool:
         bound = self.ledger.max_staleness
@@ -363,11 +372,12 @@ class Books:
             "waits": list(self.waits),
             "stale": self.stale,
             "most": self.most,
+            "next_id": self.next_id,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """After a resume: what ran is back with its tokens, its worker gone."""
-        self.version = saved["version"]
+        self.version, self.next_id = saved["version"], saved["next_id"]
         self.consumed, self.discarded = saved["consumed"], saved["discarded"]
         self.waits, self.stale, self.most = list(saved["waits"]), saved["stale"], saved["most"]
         for entry in map(Entry.copy, saved["entries"]):

@@ -13,10 +13,10 @@ from stretto.columns import Columns
 from stretto.controller import Controller
 from stretto.engine.simulated import SimulatedEngine
 from stretto.groups import Groups
-from stretto.records import Finished, Progress, State, Stopped
+from stretto.records import Finished, Leapt, Progress, State, Stopped
 from stretto.requests import Requests
 from stretto.schedule import batches, placement
-from stretto.schedule.batches import Closing, ZeroVariance
+from stretto.schedule.batches import ZeroVariance
 from stretto.staleness import BoundedRequests
 
 Patch = pytest.MonkeyPatch
@@ -99,7 +99,8 @@ def incomplete_groups(patch: Patch) -> None:
     original = batches.members_of
 
     def members_of(view: Any, groups: Any) -> list[int]:
-        return [i for group in groups for i in original(view, [group])[:-1]]
+        members = [original(view, [group]) for group in groups]
+        return [i for ids in members for i in (ids[:-1] or ids)]
 
     patch.setattr(Ledger, "_check_harvest", lambda self, chosen: None)
     patch.setattr("stretto.schedule.histopipe.members_of", members_of)
@@ -169,6 +170,15 @@ def newest_version_counts(patch: Patch) -> None:
         self.columns.first_version[rows[self.columns.state[rows] == State.RUNNING]] = event.version
 
     patch.setattr(Ledger, "_progress", progress)
+    original_leapt = Ledger._leapt
+
+    def leapt(self: Ledger, event: Leapt) -> None:
+        original_leapt(self, event)
+        row = event.id - self.first_id
+        if self.columns.state[row] == State.RUNNING:
+            self.columns.first_version[row] = event.version
+
+    patch.setattr(Ledger, "_leapt", leapt)
 
 
 def resume_gives_rows_again(patch: Patch) -> None:
@@ -208,8 +218,8 @@ def one_slot_too_many(patch: Patch) -> None:
     """Schedules see a free slot that is not there."""
     original = placement.FreeSlots.room
 
-    def room(self: Any, view: Any, newest: bool = False) -> dict[int, int]:
-        return {worker: free + 1 for worker, free in original(self, view, newest).items()}
+    def room(*args: Any, **kwargs: Any) -> dict[int, int]:
+        return {worker: free + 1 for worker, free in original(*args, **kwargs).items()}
 
     patch.setattr(placement.FreeSlots, "room", room)
 
@@ -255,16 +265,14 @@ def first_worker_only(patch: Patch) -> None:
         patch.setattr(f"stretto.schedule.{module}.behind", behind)
 
 
-def gate_not_asked(patch: Patch) -> None:
-    """Schedules harvest although the gate makes the update wait."""
-    original = Closing.batch
+def gate_lets_all_pass(patch: Patch) -> None:
+    """The gate forgets whom an update has to wait for, before harvests and in them."""
+    original = Ledger.gate
 
-    def batch(self: Closing, *args: Any, **kwargs: Any) -> list[int]:
-        view = args[0]
-        found = original(self, *args, **kwargs)
-        return found or (list(view.scored) if self.gate.blocked and not view.updating else [])
+    def passing(self: Ledger, ids: Sequence[int]) -> gate.Gate:
+        return gate.Gate(original(self, ids).in_the_way, [])
 
-    patch.setattr(Closing, "batch", batch)
+    patch.setattr(Ledger, "gate", passing)
 
 
 def useless_groups_kept(patch: Patch) -> None:
@@ -287,33 +295,31 @@ def version_not_counted(patch: Patch) -> None:
     patch.setattr(buffer.Ledger, "_updated", updated)
 
 
-BUGS: Mapping[str, Callable[[Patch], None]] = {
-    bug.__name__: bug
-    for bug in (
-        attempt_not_counted,
-        old_attempts_accepted,
-        gate_off_by_one,
-        gate_sees_half_of_the_room,
-        gate_forgotten_by_the_update,
-        refresh_keeps_the_reward,
-        group_stays_ready,
-        incomplete_groups,
-        discarded_still_waiting,
-        worker_down_loses_a_request,
-        stop_loses_tokens,
-        workers_not_told,
-        draft_lost,
-        newest_version_counts,
-        resume_gives_rows_again,
-        resume_forgets_unanswered,
-        resume_forgets_scores,
-        one_slot_too_many,
-        engine_oversubscribed,
-        finished_twice,
-        freed_slots_missed,
-        first_worker_only,
-        gate_not_asked,
-        useless_groups_kept,
-        version_not_counted,
-    )
+BUGS: Mapping[Callable[[Patch], None], str] = {
+    attempt_not_counted: r"attempt \d",
+    old_attempts_accepted: "events of old attempts",
+    gate_off_by_one: "cannot be trained on in time",
+    gate_sees_half_of_the_room: "the gate takes tokens without need",
+    gate_forgotten_by_the_update: "cannot be trained on in time",
+    gate_lets_all_pass: "refreshed beyond the budget",
+    refresh_keeps_the_reward: "what is scored",
+    group_stays_ready: "whether it is ready",
+    incomplete_groups: "an update takes whole groups|groups of other sizes",
+    discarded_still_waiting: "what waits",
+    worker_down_loses_a_request: r"the ledger has \(1, .* the messages say \([02], ",
+    stop_loses_tokens: r"the ledger has \(0, .* the messages say \(2, ",
+    workers_not_told: "workers were not told to let go",
+    draft_lost: r"request \d+: draft",
+    newest_version_counts: "the ledger has .* the messages say",
+    resume_gives_rows_again: "ids begin at",
+    resume_forgets_unanswered: "waits for no answer|come to a stand",
+    resume_forgets_scores: r"request \d+: reward",
+    one_slot_too_many: r"\d+ requests for \d+ slots",
+    engine_oversubscribed: r"worker \d+: (free )?slots",
+    finished_twice: "given to the task twice",
+    freed_slots_missed: "come to a stand|without end",
+    first_worker_only: "come to a stand|without end",
+    useless_groups_kept: "groups of equal rewards",
+    version_not_counted: "version",
 }
+"""What each is found by: a check of its own, not an error that it happens to make elsewhere."""

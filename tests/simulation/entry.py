@@ -60,9 +60,9 @@ class Entry:
 def check_rollout(entry: Entry, rollout: Rollout, *, tokens: bool) -> None:
     """What the learner gets is the request's; with `tokens` these too, whose log-probs say which weights and place."""
     same = (rollout.group_id, rollout.prompt.row, rollout.visit, rollout.sample_index, rollout.attempt)
-    assert same == (entry.group, entry.row, entry.visit, entry.sample, entry.attempt)
+    assert same == (entry.group, entry.row, entry.visit, entry.sample, entry.attempt), f"request {entry.id}"
     none = rollout.reward != rollout.reward and entry.reward != entry.reward
-    assert none or rollout.reward == entry.reward
+    assert none or rollout.reward == entry.reward, f"request {entry.id}: reward"
     mask, logprobs, raw = rollout.loss_mask, rollout.logprobs, rollout.raw_logprobs
     columns = (rollout.token_ids, logprobs, raw, rollout.versions, mask)
     assert [len(column) for column in columns] == [entry.length] * 5, (

@@ -10,11 +10,39 @@ import numpy as np
 from stretto.engine.responses import Response, uniform
 from stretto.engine.simulated import SimulatedEngine
 from stretto.fleet.simulated import SimulatedFleet
-from stretto.records import Event, Observed, Progress, Prompt, Request, Rollout, Running, Scored, State
+from stretto.records import (
+    Event,
+    Leapt,
+    Observed,
+    Progress,
+    Prompt,
+    Request,
+    Rollout,
+    Running,
+    Scored,
+    State,
+    Timer,
+)
 from stretto.runtime import SimulatedRuntime
 from stretto.weights import WeightsRef
 from tests.simulation.books import Books
 from tests.simulation.scenario import Cluster, Scenario
+
+
+class BusyRuntime(SimulatedRuntime):
+    """Hands over at once all that comes within a drawn time of an event, as a busy controller finds it."""
+
+    def __init__(self, seconds: float, random: Random) -> None:
+        super().__init__()
+        self._seconds, self._random = seconds, random
+
+    def wait(self, until: float | None = None) -> list[Event]:
+        events = super().wait(until)
+        if self._seconds:
+            end = self.now() + self._seconds * self._random.random() ** 4
+            while not isinstance((more := super().wait(end))[0], Timer):
+                events += more
+        return events
 
 
 class Engine(SimulatedEngine):
@@ -45,6 +73,10 @@ class Engine(SimulatedEngine):
     def _gathered(self) -> list[Event]:
         events = super()._gathered()
         places, self._places = self._places, []
+        leaps = [event for event in events if isinstance(event, Leapt)]
+        if self.tells and leaps:
+            rows = np.array([(leapt.id, leapt.attempt, leapt.count) for leapt in leaps], np.int64)
+            events[: len(leaps)] = [Progress(self.worker, rows[:, 0], rows[:, 1], rows[:, 2], self.version)]
         if self.tells and events and isinstance(events[0], Progress):
             progress = events[0]
             where = [
@@ -65,7 +97,7 @@ class Engine(SimulatedEngine):
     def check_slots(self) -> None:
         running = [response.slot for response in self._running.values()]
         assert len(running) == len(set(running)) <= self.slots, f"worker {self.worker}: slots {running}"
-        assert sorted(running + self._free) == list(range(self.slots))
+        assert sorted(running + self._free) == list(range(self.slots)), f"worker {self.worker}: free slots"
 
 
 class Fleet(SimulatedFleet):

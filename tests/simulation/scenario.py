@@ -27,6 +27,7 @@ KNOBS: Mapping[str, Knob] = {
     "running": lambda r: r.choice(["continue", "recompute"]),
     "max_concurrent": lambda r: r.choice([None, None, r.randint(4, 20)]),
     "drop_zero_variance": lambda r: r.random() < 0.25,
+    "max_num_gen_batches": lambda r: None,  # a few small groups with equal rewards are no wonder here
     "tokens_per_update": lambda r: r.choice(
         [None, None, None, r.uniform(0.0, 2.5)]
     ),  # times the mean batch's
@@ -127,6 +128,7 @@ class Scenario:
     updates: int
     crashes: tuple[int, ...]
     eager: bool  # whether the learner has the new weights before it says so
+    busy_seconds: float  # at most; for so long after an event the controller is busy, then all comes together
 
     def changes(self) -> dict[str, Any]:
         """The schedule's knobs that are not at their defaults."""
@@ -166,6 +168,7 @@ def draw(seed: int) -> Scenario:
         updates=updates,
         crashes=tuple(crashes),
         eager=random.random() < 0.5,
+        busy_seconds=random.choice([0.0, 0.0, 0.2, 2.0, 10.0]),
     )
 
 

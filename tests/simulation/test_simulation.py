@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from stretto.config import ScheduleConfig
 from stretto.config.checks import USED_BY
-from tests.simulation.bugs import BUGS
+from tests.simulation.bugs import BUGS, attempt_not_counted
 from tests.simulation.scenario import KINDS, KNOBS, draw
 from tests.simulation.world import Violation, simulate
 
@@ -42,16 +43,18 @@ def search(seeds: int) -> None:
         simulate(seed)
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By seeds that have no violation without it."""
-    BUGS[bug](monkeypatch)
-    with pytest.raises(Violation, match=r"^seed \d+: "):
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_planted_bug_is_found(
+    bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By seeds that have no violation without it, and by the check that is there for it."""
+    bug(monkeypatch)
+    with pytest.raises(Violation, match=rf"^seed \d+: \w+: .*({BUGS[bug]})"):
         search(WITHIN)
 
 
 def test_a_violation_tells_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
-    BUGS["attempt_not_counted"](monkeypatch)
+    attempt_not_counted(monkeypatch)
     with pytest.raises(Violation) as found:
         search(WITHIN)
     text = str(found.value)

@@ -16,6 +16,7 @@ from stretto.records import (
     Decision,
     Event,
     Finished,
+    Leapt,
     Observed,
     Progress,
     Rollout,
@@ -27,13 +28,12 @@ from stretto.records import (
     Updated,
     WorkerDown,
 )
-from stretto.runtime import SimulatedRuntime
 from stretto.schedule import ledger_options, make_schedule
 from stretto.weights import WeightsRef
 from tests import invariants
 from tests.simulation import promises
 from tests.simulation.books import Books
-from tests.simulation.parts import Engine, Fleet, Rows, Task
+from tests.simulation.parts import BusyRuntime, Engine, Fleet, Rows, Task
 from tests.simulation.scenario import Scenario, draw
 
 TRACE = 60
@@ -78,10 +78,10 @@ class Life:
     ) -> None:
         self.scenario, self.saved, self.trace = scenario, saved, trace
         config = scenario.config
-        self.runtime = SimulatedRuntime()
+        self.runtime = BusyRuntime(scenario.busy_seconds, Random(f"{scenario.seed} busy {number}"))
         state = json.loads(saved.state) if saved is not None else None
         if state is not None:
-            self.runtime._now = state["elapsed"]
+            self.runtime.time = state["elapsed"]
         turns = scenario.workload.turns
         self.ledger = Ledger(
             SamplingParams(max_new_tokens=scenario.workload.most),
@@ -179,9 +179,11 @@ class Life:
         def entered(event: Any) -> Any:
             self.trace.append((self.runtime.now(), event))
             self.events += 1
+            if isinstance(event, Progress):
+                invariants.check_progress(event)
             ended = enter(event)
             self.books.event(event)
-            if not isinstance(event, Progress):
+            if not isinstance(event, (Leapt, Progress)):
                 self._count()
             return ended
 

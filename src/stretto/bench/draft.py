@@ -27,7 +27,8 @@ from stretto.draft import MAX_NODES, Drafts
 from stretto.draft.budget import KINDS, Batch, Budget, Fixed, make_budget
 from stretto.draft.drafter import HistoryDrafter
 from stretto.engine import Drafter
-from stretto.history.index import HistoryIndex, Weight
+from stretto.history.builds import Weight
+from stretto.history.index import HistoryIndex
 from stretto.records import BoolArray, IntArray
 from stretto.sampling import kernel
 
@@ -295,11 +296,11 @@ def _print_speed(found: dict[str, Any]) -> None:
     print(f"\n64 requests; us per request and step; others {found['others']:.0%}")
     for size in found["speed"]:
         print(f"  {size['tokens']:,} tokens, {size['emitted_per_request']:.1f} emitted per request and step")
-        for name in ("ours", "theirs"):
+        for name, label in (("ours", "counts"), ("default", "default"), ("theirs", "arctic")):
             if name in size:
-                side, label = size[name], "arctic" if name == "theirs" else name
+                side = size[name]
                 print(
-                    f"    {label:6s} propose {side['us_propose']:5.1f}, observe {side['us_observe']:5.1f}; "
+                    f"    {label:7s} propose {side['us_propose']:5.1f}, observe {side['us_observe']:5.1f}; "
                     f"{side['proposed_per_request']:.1f} proposed, {side['us_per_proposed']:.2f} us each; begin "
                     f"{side['us_per_begin']:.0f} us; insertion {side['inserted_per_s']:,.0f} tokens/s; "
                     f"{side['bytes_per_token']:.0f} bytes/token"
@@ -312,7 +313,7 @@ def _print_speed(found: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Prints tables, or with --json one object."""
+    """Prints tables, or with --json one object; 1 where a bar is not met."""
     parser = argparse.ArgumentParser(prog="stretto bench draft", description=__doc__)
     parser.add_argument("--rollouts", type=Path, default=EXCERPT, help="a run's folder, or JSON lines")
     parser.add_argument("--model", type=Path, help="a folder with the tokenizer, where rollouts are text")
@@ -333,9 +334,10 @@ def main(argv: Sequence[str] = ()) -> int:
     others = require_idle(limit=float("inf") if options.busy or "speed" not in options.parts else 0.2)
     found = measure(options, recorded) | {"others": others}
     found["bars"] = [dict(zip(("name", "value", "limit", "met"), bar, strict=True)) for bar in bars(found)]
+    status = 0 if all(bar["met"] for bar in found["bars"]) else 1
     if options.json:
         print(json.dumps(found))
-        return 0
+        return status
     print(
         f"{options.rollouts}: {found['targets']} responses of {found['target']} ({found['tokens'][1]:,} tokens), "
         f"drafted from those of {found['history']} ({found['tokens'][0]:,})"
@@ -355,4 +357,4 @@ def main(argv: Sequence[str] = ()) -> int:
         print(
             f"  {'met    ' if bar['met'] else 'NOT met'}  {bar['name']} {bar['limit']:g}: {bar['value']:.2f}"
         )
-    return 0
+    return status

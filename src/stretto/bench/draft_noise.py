@@ -11,7 +11,8 @@ from stretto.bench.recorded import Recorded
 from stretto.bench.replay import replay
 from stretto.draft.budget import Fixed
 from stretto.draft.drafter import HistoryDrafter
-from stretto.history.index import HistoryIndex, Weight
+from stretto.history.builds import Weight
+from stretto.history.index import HistoryIndex
 
 NODES = (1, 4, 16)
 

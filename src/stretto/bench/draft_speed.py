@@ -14,13 +14,15 @@ from typing import Any, get_args
 
 import numpy as np
 
+from stretto.alternatives import Alternatives
 from stretto.bench.arctic import ArcticDrafter, arctic
 from stretto.bench.pairs import Ratio, timed
 from stretto.bench.recorded import Recorded
 from stretto.bench.replay import Texts, request_of
 from stretto.draft.budget import Fixed
 from stretto.draft.drafter import HistoryDrafter
-from stretto.history.index import HistoryIndex, Weight
+from stretto.history.builds import Weight
+from stretto.history.index import HistoryIndex
 from stretto.records import FloatArray, IntArray, Prompt, Rollout, prompt_uid
 
 LIVE = 64  # requests
@@ -30,6 +32,7 @@ NODES = 10  # of each draft
 PACE = 3  # tokens that a request emits per step at most, as recorded rollouts do on average
 REPLACED = 0.03  # tokens of a response that its variants have otherwise
 BLOCKS = 20  # pairs
+ALTERNATIVES = 8  # of each place, which is the default
 TEXT_BYTES = 4  # of a stored token id, or probability
 
 Seconds = tuple[float, float, float, float]
@@ -87,6 +90,32 @@ def new_drafter(weight: Weight = "count") -> HistoryDrafter:
     return HistoryDrafter(
         index, Fixed(NODES), slots=LIVE, max_nodes=NODES, noise_aware=False, probabilities=False
     )
+
+
+def default_drafter() -> HistoryDrafter:
+    """Ours as a run has it by default, with drafts of NODES: noise-aware, by probabilities and alternatives."""
+    index = HistoryIndex(weight="probability", alternatives=True)
+    return HistoryDrafter(index, Fixed(NODES), slots=LIVE, max_nodes=NODES)
+
+
+def with_alternatives(history: list[Rollout]) -> list[Rollout]:
+    """With ALTERNATIVES at every place: the token itself, of probability e^-0.1, and others of the same response, of
+    which each takes half of what is left. That is between the demo's (fewer) and SmolLM2's at temperature 1 (more).
+    """
+    ranks = np.arange(1, ALTERNATIVES)
+    logprobs = np.concatenate([[-0.1], np.log(-np.expm1(-0.1)) - ranks * np.log(2.0)]).astype(np.float32)
+    return [
+        replace(
+            rollout,
+            top=Alternatives(
+                np.stack([np.roll(rollout.token_ids, 7 * k) for k in range(ALTERNATIVES)], axis=1).astype(
+                    np.int32
+                ),
+                np.tile(logprobs, (rollout.token_ids.size, 1)),
+            ),
+        )
+        for rollout in history
+    ]
 
 
 def fill(
@@ -182,7 +211,7 @@ class Race:
 
 
 def speed(recorded: Recorded, tokens: int, steps: int) -> dict[str, Any]:
-    """One size of history: times, rates and bytes of ours, theirs, and the ratios."""
+    """One size of history: times, rates and bytes of ours by counts and by default, theirs, and the ratios."""
     history, targets = synthesised(recorded, tokens)
     tokens = sum(r.token_ids.size for r in history)
     ours = new_drafter()
@@ -198,17 +227,8 @@ def speed(recorded: Recorded, tokens: int, steps: int) -> dict[str, Any]:
         "emitted_per_request": race.emitted / race.steps / LIVE,
     }
     for which, name in enumerate(("ours", "theirs") if theirs is not None else ("ours",)):
-        propose, observe = 1e6 * np.median(times[:, 2 * which : 2 * which + 2], axis=0) / LIVE
-        proposed = race.proposed[which] / race.steps / LIVE
-        found[name] = {
-            "us_propose": float(propose),
-            "us_observe": float(observe),
-            "us_per_proposed": float(propose + observe) / proposed,
-            "proposed_per_request": proposed,
-            "us_per_begin": 1e6 * race.begin_seconds[which] / race.begun,
-            "inserted_per_s": len(rates[which]) / sum(1 / rate for rate in rates[which]),
-            "bytes_per_token": sizes[which],
-        }
+        found[name] = _side(race, which, times, rates[which], sizes[which])
+    found["default"] = _by_default(history, targets, steps)
     if theirs is not None:
         per = race.proposed[1] / race.proposed[0]
         step, propose = (times[:, 2] + times[:, 3]) / (times[:, 0] + times[:, 1]), times[:, 2] / times[:, 0]
@@ -217,6 +237,32 @@ def speed(recorded: Recorded, tokens: int, steps: int) -> dict[str, Any]:
         for what, values in (ratios | {"insertion": insertion}).items():
             found[f"{what}_ratio"] = asdict(Ratio.of(values))
     return found
+
+
+def _side(
+    race: Race, which: int, times: FloatArray, rates: list[float], bytes_per_token: float
+) -> dict[str, float]:
+    """Figures of one side of a race, 0 ours or 1 theirs."""
+    propose, observe = 1e6 * np.median(times[:, 2 * which : 2 * which + 2], axis=0) / LIVE
+    proposed = race.proposed[which] / race.steps / LIVE
+    return {
+        "us_propose": float(propose),
+        "us_observe": float(observe),
+        "us_per_proposed": float(propose + observe) / proposed,
+        "proposed_per_request": proposed,
+        "us_per_begin": 1e6 * race.begin_seconds[which] / race.begun,
+        "inserted_per_s": len(rates) / sum(1 / rate for rate in rates),
+        "bytes_per_token": bytes_per_token,
+    }
+
+
+def _by_default(history: list[Rollout], targets: list[Rollout], steps: int) -> dict[str, float]:
+    """Figures of the default drafter, on its own."""
+    drafter = default_drafter()
+    rates, _ = fill(drafter, None, with_alternatives(history))
+    memory = drafter.index.metrics()  # before anything is in use
+    race = Race(drafter, None, targets)
+    return _side(race, 0, race.blocks(steps), rates, memory["bytes"] / memory["tokens"])
 
 
 def growth(recorded: Recorded, few: int, many: int, steps: int) -> dict[str, Any]:

@@ -19,10 +19,20 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from stretto.assemble import Inputs, make_drafter, make_engine, measure_steps, read_inputs, sampling_params
+from stretto.assemble import (
+    Inputs,
+    drafts,
+    make_drafter,
+    make_engine,
+    measure_steps,
+    read_inputs,
+    sampling_params,
+)
 from stretto.bench.pairs import Ratio, require_idle
+from stretto.bench.rollout import status
 from stretto.config import Config, load_config
 from stretto.draft.drafter import HistoryDrafter
+from stretto.errors import StrettoError
 from stretto.model import load_model
 from stretto.records import Progress, Prompt, Purpose, Request, Rollout
 from stretto.sampling import request_key
@@ -75,7 +85,7 @@ class Bench:
         config = self.config.model_copy(update={"engine": engine_config})
         length, clock = self.inputs.max_model_len, time.perf_counter
         engine = make_engine(config, self.model, self.inputs.tokenizer, length, clock, drafter)
-        key_values = engine._key_values
+        key_values: Any = engine._key_values
         for tensor in (*key_values.keys, *key_values.values):
             tensor.zero_()  # a run's engine has its memory since its first step
         answers: Answers = {request.id: ([], []) for request in requests}
@@ -165,7 +175,7 @@ def compare(bench: Bench, history: Sequence[Rollout], slots: int, count: int, pa
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Prints a table, or with --json one object."""
+    """Prints a table, or with --json one object; 1 where drafts changed a response."""
     parser = argparse.ArgumentParser(prog="stretto bench inflight", description=__doc__)
     parser.add_argument("--config", default="demo", help="a TOML file or a preset")
     parser.add_argument("--prompts", type=int, default=8)
@@ -179,7 +189,16 @@ def main(argv: Sequence[str] = ()) -> int:
     options, keys = parser.parse_known_args(argv)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    bench = Bench(load_config(options.config, keys), options.prompts, options.samples)
+    config = load_config(options.config, keys)
+    if not drafts(config):
+        raise StrettoError(
+            'bench inflight: draft.budget = "none" drafts nothing, so there is nothing to compare'
+        )
+    bench = Bench(config, options.prompts, options.samples)
+    if options.useless and len(bench.prompts) < 2:
+        raise StrettoError(
+            "bench inflight: --useless gives each prompt another's history: it needs two or more"
+        )
     others = require_idle(limit=float("inf") if options.busy else 0.2)
     first = bench.requests(0)
     _, _, answers, _ = bench.run(first, bench.config.engine.max_num_seqs, None)
@@ -195,7 +214,7 @@ def main(argv: Sequence[str] = ()) -> int:
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, others {others:.0%}"
     if options.json:
         print(json.dumps({"config": options.config, "machine": machine, "rows": rows}))
-        return 0
+        return status(rows)
     print(f"{options.config}, {' '.join(keys) or 'as it is'}; {machine}")
     for row in rows:
         print(
@@ -204,4 +223,4 @@ def main(argv: Sequence[str] = ()) -> int:
             f"drafting CPU share {row['draft_cpu_share']:.1%}  "
             f"same responses {row['same_responses']} of {row['responses']}"
         )
-    return 0
+    return status(rows)

@@ -91,7 +91,10 @@ def compare(base: Config, visits: int, runs: Path) -> list[dict[str, Any]]:
 
 
 def draft_seconds(line: dict[str, Any]) -> float:
-    return sum(float(line[f"spec/{part}_seconds"]) for part in PARTS)
+    """Drafting's in a step, and the building thread's."""
+    return sum(float(line[f"spec/{part}_seconds"]) for part in PARTS) + float(
+        line["spec/index/build_seconds"]
+    )
 
 
 def prompt_lookup(config: Config, responses: int) -> Ratio:
@@ -127,7 +130,7 @@ def prompt_lookup(config: Config, responses: int) -> Ratio:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Prints a table, or with --json one object."""
+    """Prints a table, or with --json one object; 1 where the runs' tokens differ."""
     parser = argparse.ArgumentParser(prog="stretto bench rollout", description=__doc__)
     parser.add_argument("--config", default="demo", help="a TOML file or a preset")
     parser.add_argument("--visits", type=int, default=4)
@@ -147,7 +150,7 @@ def main(argv: Sequence[str] = ()) -> int:
     if options.json:
         found = {"config": options.config, "machine": machine, "visits": table}
         print(json.dumps(found | ({"prompt_lookup": asdict(lookup)} if lookup else {})))
-        return 0
+        return status(table)
     print(
         f"{options.config}, {' '.join(keys) or 'as it is'}; {machine}; rollout seconds without and with drafts"
     )
@@ -159,11 +162,16 @@ def main(argv: Sequence[str] = ()) -> int:
             f"visit {row['visit']}  {row['seconds'][0]:6.1f}  {row['seconds'][1]:6.1f}  "
             f"{row['ratio']['median']:.2f}x [{row['ratio']['low']:.2f}, {row['ratio']['high']:.2f}]  "
             f"tokens per step {row['acceptance_length']:.2f}  accepted {row['accepted_share']:.0%}  "
-            f"drafting {row['draft_share']:.1%} of the time  "
+            f"drafting and indexing {row['draft_share']:.1%} of the time  "
             f"waited for the index at most {max(others_ms, default=0.0):.2f} ms in an engine's step "
             f"({resumed:.2f} ms after the resume)  "
             f"same responses {row['same_responses']} of {row['responses']}"
         )
     if lookup:
         print(f"transformers' prompt look-up, one sequence at a time: {lookup} its plain decoding")
-    return 0
+    return status(table)
+
+
+def status(rows: Sequence[dict[str, Any]]) -> int:
+    """1 where drafts changed a response."""
+    return 0 if all(row["same_responses"] == row["responses"] for row in rows) else 1

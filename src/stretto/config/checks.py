@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stretto.config import idle
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -37,8 +38,11 @@ def reward(config: RewardConfig) -> None:
 
 
 def draft(config: DraftConfig) -> None:
-    """Nodes that fit into a tree, and step times that rise: with free tokens every guess would pay."""
-    if config.nodes > config.max_nodes:
+    """Each source once, nodes that fit into a tree, step times that rise: with free tokens every guess would pay."""
+    twice = [source for source in config.sources if config.sources.count(source) > 1]
+    if twice:
+        raise StrettoError(f'draft.sources names "{twice[0]}" more than once; name each of them once')
+    if config.budget in ("fixed", "length_class") and config.nodes > config.max_nodes:
         raise StrettoError(
             f"draft.nodes = {config.nodes} is more than draft.max_nodes = {config.max_nodes}, "
             "the most that is proposed"
@@ -81,6 +85,39 @@ USED_BY: dict[str, tuple[str, ...]] = {
 }
 """Knobs of schedules that not all of them have, and the kinds that do."""
 
+TIMING = {
+    "async": "which weights sample a token, and which responses an update sees,",
+    "sorted": "which responses an update sees",
+    "histopipe": "which weights sample a token",
+    "tail_batching": "which responses an update sees",
+    "concurrency": "which responses an update sees",
+    "stream": "in which order gradients are added",
+    "elastic": "which weights sample a token, and in which order gradients are added,",
+}
+"""What depends on when things happen, by the kinds where something does."""
+
+
+def overlaps(config: ScheduleConfig) -> bool:
+    """Whether responses may be generated while the learner is at an update."""
+    return config.kind in ("async", "histopipe", "elastic") or (
+        config.kind == "sorted" and config.max_staleness != 0
+    )
+
+
+def timing(config: ScheduleConfig, processes: bool) -> str:
+    """What keeps a run from being the same another time: the beginning of a sentence; empty where nothing does."""
+    in_step = config.kind in ("async", "histopipe") or (config.kind == "elastic" and config.local_workers > 0)
+    in_step = in_step and config.max_staleness == 0 and config.tokens_per_update is None
+    if config.kind in TIMING and (
+        processes or not in_step
+    ):  # else one engine does what it does in `synchronous`
+        return TIMING[config.kind]
+    if config.kind == "divided" and processes:
+        return "which worker a token is computed on"
+    if config.drop_zero_variance:
+        return "what is computed beside a token, since replacements start when rewards come,"
+    return ""
+
 
 def schedule(config: ScheduleConfig) -> None:
     """No knob is set that the chosen kind has not; what belongs together is there."""
@@ -99,6 +136,12 @@ def schedule(config: ScheduleConfig) -> None:
     if config.off_policy_strategy == "paced" and config.max_staleness is None:
         raise StrettoError(
             'schedule.off_policy_strategy = "paced" needs schedule.max_staleness to pace by; use 1'
+        )
+    if config.post_hoc and config.tokens_per_update is not None and config.max_staleness is not None:
+        raise StrettoError(
+            f"schedule.post_hoc with schedule.tokens_per_update and schedule.max_staleness = {config.max_staleness}: "
+            "how many updates a load makes, and so how old its last one is, is not known before its lengths are; use "
+            'schedule.max_staleness = "none"'
         )
     if (
         config.post_hoc
@@ -161,10 +204,14 @@ def run(config: Config) -> None:
     """
     schedule, sampling, engine = config.schedule, config.sampling, config.engine
     _check_fleet(config.fleet)
-    if config.fleet.weights == "shared" and schedule.kind == "async":
+    idle.run(config)
+    if config.fleet.weights == "shared" and overlaps(schedule):
+        kind = f'schedule.kind = "{schedule.kind}"'
+        if schedule.kind == "sorted":
+            kind += f" and schedule.max_staleness = {_toml(schedule.max_staleness)}"
         raise StrettoError(
-            'fleet.weights = "shared" with schedule.kind = "async": the learner would change the weights that '
-            'the engine is reading, since they overlap; use fleet.weights = "copy"'
+            f'fleet.weights = "shared" with {kind}: the learner would change the weights that the engine is reading, '
+            'since they overlap; use fleet.weights = "copy"'
         )
     if sampling.temperature == 0:
         raise StrettoError(
@@ -306,11 +353,13 @@ def warnings(config: Config) -> list[str]:
     if config.history.warm_from is not None and config.draft.budget == "none":
         said.append('history.warm_from is not read: draft.budget = "none" drafts nothing')
     said += _reuse_warnings(config)
-    if config.deterministic and config.schedule.kind == "async":
+    depends = timing(config.schedule, config.fleet.kind == "processes")
+    if config.deterministic and depends:
+        dropping = " and schedule.drop_zero_variance" if config.schedule.drop_zero_variance else ""
         said.append(
-            'deterministic = true with schedule.kind = "async": the same distribution, not the same run: which '
-            "weights sample a token and which responses an update sees depend on timing; only the synchronous "
-            "schedule gives the same run bit for bit"
+            f'deterministic = true with schedule.kind = "{config.schedule.kind}"{dropping}: not the same run bit for '
+            f'bit another time: {depends} depends on timing. Runs are repeated by schedule.kind = "synchronous", and '
+            'with fleet.kind = "in_process" by "divided", both without schedule.drop_zero_variance'
         )
     if config.learner.lr_schedule != "constant" and config.learner.warmup_steps >= config.steps:
         said.append(

@@ -78,12 +78,16 @@ class Key:
 
 def _bounds(metadata: Iterable[Any]) -> str:
     bounds = [
-        f"{said} {getattr(bound, attribute):g}"
+        f"{said} {_exactly(getattr(bound, attribute))}"
         for kind, (attribute, said) in BOUNDS.items()
         for bound in metadata
         if isinstance(bound, kind)
     ]
     return f" {' and '.join(bounds)}".replace("and of", "and") if bounds else ""
+
+
+def _exactly(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _in_words(annotation: Any) -> str:
@@ -105,6 +109,8 @@ def _in_words(annotation: Any) -> str:
 def _plural(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return _in_words(annotation)
+    if get_origin(annotation) is list:
+        return f"lists of {_plural(get_args(annotation)[0])}"
     base = getattr(annotation, "__origin__", annotation)
     return {int: "integers", float: "numbers", str: "texts"}[base]
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stretto.config.checks import SOURCES
+from stretto.config.idle import USED_WITH
 from stretto.config.keys import KEYS, OPTIONAL_SECTIONS, SECTIONS, ancestors, did_you_mean, shown
 from stretto.config.overrides import parse_options
 from stretto.config.paths import resolve_paths
@@ -85,6 +86,7 @@ def load_config(
         raise StrettoError("\n".join(dict.fromkeys(problems)))
     resolve_paths(layer, Path.cwd())
     _leave_source(tree, layer)
+    _leave_idle(tree, layer)
     return _validate(_merge(tree, layer), place)
 
 
@@ -96,6 +98,17 @@ def _leave_source(below: Tree, above: Tree) -> None:
     if any(new.get(key) not in (None, "none", old.get(key)) for key in SOURCES):
         for key in (*SOURCES, "args"):
             old.pop(key, None)
+
+
+def _leave_idle(below: Tree, above: Tree) -> None:
+    """Where `above` sets what makes keys of `below` idle, drop those: a saved run or a preset meant them for itself."""
+    for key, (other, values) in USED_WITH.items():
+        section, _, name = key.partition(".")
+        old, new = below.get(section), above.get(section)
+        if not (isinstance(old, dict) and isinstance(new, dict)):
+            continue
+        if new.get(other.rpartition(".")[2], values[0]) not in values:
+            old.pop(name, None)
 
 
 def _plain(mapping: Mapping[str, Any]) -> Tree:

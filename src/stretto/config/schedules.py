@@ -45,6 +45,8 @@ class ScheduleConfig(Section):
     """Responses in flight; none: what pacing allows."""
     drop_zero_variance: bool = False
     """Give up groups whose rewards are all equal, and fill their places (DAPO's dynamic sampling)."""
+    max_num_gen_batches: int | None = Field(default=10, ge=1)
+    """drop_zero_variance: after so many times `prompts` such groups without an update the run ends; none: never."""
     tokens_per_update: int | None = Field(default=None, ge=1)
     """An update takes as many groups as have about so many tokens (C3PO), instead of `prompts`; none: `prompts`."""
     longest_first: bool = False

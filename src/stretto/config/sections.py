@@ -161,9 +161,9 @@ class HistoryConfig(Section):
     """What makes a continuation likely: how often it was taken, by good responses, lately; or its probability then."""
     alternatives: int = Field(default=8, ge=0, le=32)
     """The most probable tokens that are kept of every place, in the log too: noise decides anew among them."""
-    max_gib: float = Field(default=4.0, gt=0.0)
+    max_gib: float = Field(default=4.0, ge=1e-3)
     """Memory; prompts that were not visited for longest are forgotten first."""
-    warm_from: str | None = None
+    warm_from: str | None = Field(default=None, min_length=1)
     """The folder of another run over the same prompts, whose log is read first."""
 
 
@@ -191,6 +191,8 @@ class FleetConfig(Section):
     """processes: torch's in each of them; none: the cores divided by the workers."""
     restarts: int = Field(default=3, ge=0)
     """processes: how often another one is started in a lost one's place."""
+    patience: float = Field(default=600.0, ge=1.0)
+    """processes: seconds of silence, loading included, after which one that has something to do is killed as lost."""
     weights: Literal["auto", "shared", "copy", "file"] = "auto"
     """shared: the learner's own tensors; copy: a second model; file: on disk, for processes; auto: the cheapest."""
 
@@ -286,7 +288,7 @@ class Config(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of everything that is drawn."""
     deterministic: bool = True
-    """Same run, bit for bit."""
+    """Same run, bit for bit, where the schedule allows it: docs/schedules.md."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """torch's; none: all cores."""
     steps: int = Field(default=100, ge=1)

@@ -28,7 +28,6 @@ class Batch:
     slots: IntArray  # (R,), what the rules that learn per request know a request by
     generated: IntArray  # (R,), tokens of each so far
     tokens: int  # packed tokens of the step without drafts
-    weights: FloatArray | None = None  # (R,), what a token is worth; None: all 1
 
 
 class Budget(ABC):
@@ -124,8 +123,8 @@ def _worth_their_price(
 class Goodput(Budget):
     """`goodput`: as many nodes over the whole batch as make the most expected tokens per second.
 
-    Maximises Σ_i w_i (1 + Σ π over i's kept nodes) / t(tokens + kept nodes) over all parent-closed choices, exactly:
-    a node costs the same wherever it is, so the best choice of k nodes is the k largest w·π, and every k is tried.
+    Maximises Σ_i (1 + Σ π over i's kept nodes) / t(tokens + kept nodes) over all parent-closed choices, exactly: a
+    node costs the same wherever it is, so the best choice of k nodes is that of the k largest π, and every k is tried.
     Estimates fall along a path and the sort is stable, so a node never comes before its parent. Ties go to fewer nodes.
     """
 
@@ -136,16 +135,11 @@ class Goodput(Budget):
     def choose(self, drafts: Drafts, batch: Batch) -> BoolArray:
         """O(N log N)."""
         gains, worth = drafts.estimates, float(drafts.counts.size)
-        if batch.weights is not None:
-            gains = gains * np.repeat(batch.weights, drafts.counts)
-            worth = float(batch.weights.sum())
         keep = np.zeros(gains.size, dtype=np.bool_)
         best, least = _worth_their_price(gains, worth, batch.tokens, self.cost.curve, keep)
         # Half of the least that was worth its price, or of the best that was not: should prices fall, a few steps
         # find the new level.
         level = drafts.estimates[keep].min() if best else drafts.estimates.max(initial=self.floor)
-        if batch.weights is not None and least > 0.0:
-            least /= float(batch.weights.max())
         self.floor = max(MARGIN * float(level), SURE * least)
         self._proposed += gains.size
         self._kept += best

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from stretto.draft.isotonic import isotonic
 from stretto.errors import StrettoError
 from stretto.records import FloatArray, IntArray
 from stretto.sampling import kernel
-
-COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Curve(NamedTuple):
@@ -58,9 +56,7 @@ def price(curve: Curve, tokens: IntArray, nodes: IntArray, out: FloatArray) -> N
 class CostModel:
     """Seconds of one engine step by the number of tokens packed into it, and what a drafted node costs besides.
 
-    A non-decreasing piecewise linear curve through measured points. It knows nothing until `fit`, `measure` or
-    `load_state_dict`, and nothing changes it afterwards: under `deterministic` it is fitted once and
-    stored with the run.
+    A non-decreasing piecewise linear curve through measured points. It knows nothing until `fit`.
     """
 
     def __init__(self, per_node: float = 0.0, per_draft: float = 0.0) -> None:
@@ -71,26 +67,7 @@ class CostModel:
             if not (math.isfinite(seconds) and seconds >= 0.0):
                 raise StrettoError(f"cost model: seconds per {what} must be 0 or more, not {seconds}")
         self.per_node, self.per_draft = per_node, per_draft
-        self._tokens = np.empty(0)
-        self._seconds = np.empty(0)
-        self._curve = Curve(self._tokens, self._seconds, 0.0, per_node, per_draft)
-
-    @classmethod
-    def measure(
-        cls,
-        step: Callable[[int], float],
-        counts: Sequence[int] = COUNTS,
-        repeats: int = 3,
-        per_node: float = 0.0,
-    ) -> CostModel:
-        """Fit to `step(n)`, which runs one step of n tokens and returns its seconds.
-
-        In rounds over `counts`, so that a machine that slows down does so for all of them. The median of three
-        rounds is not moved by the first, which compiles.
-        """
-        model = cls(per_node)
-        model.fit([(count, step(count)) for _ in range(repeats) for count in counts])
-        return model
+        self._curve: Curve | None = None
 
     def fit(self, points: Sequence[tuple[int, float]]) -> None:
         """Fit to measured (tokens, seconds): the median at each token count, then isotonic regression over them.
@@ -112,7 +89,10 @@ class CostModel:
         counts = sorted(measured)
         medians = np.array([statistics.median(measured[count]) for count in counts])
         weights = np.array([float(len(measured[count])) for count in counts])
-        self._set(np.array(counts, dtype=np.float64), isotonic(medians, weights))
+        knots, fitted = np.array(counts, dtype=np.float64), isotonic(medians, weights)
+        rise, run = fitted[-1] - fitted, knots[-1] - knots
+        slope = float(max(rise[0] / run[0], rise[-2] / run[-2]))
+        self._curve = Curve(knots, fitted, slope, self.per_node, self.per_draft)
 
     def seconds(self, tokens: IntArray, nodes: IntArray | int = 0) -> FloatArray:
         """Seconds of steps of `tokens` (N,) packed tokens, `nodes` (N,) of which are drafted.
@@ -128,30 +108,6 @@ class CostModel:
     @property
     def curve(self) -> Curve:
         """For `price`. Raises StrettoError while nothing was measured."""
-        if not self._tokens.size:
+        if self._curve is None:
             raise StrettoError("cost model: nothing was measured yet, so there is no price for a step")
         return self._curve
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "tokens": self._tokens.tolist(),
-            "seconds": self._seconds.tolist(),
-            "per_node": self.per_node,
-            "per_draft": self.per_draft,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.per_node, self.per_draft = float(state["per_node"]), float(state["per_draft"])
-        self._set(np.array(state["tokens"], np.float64), np.array(state["seconds"], np.float64))
-
-    def metrics(self) -> dict[str, float]:
-        """Milliseconds of a step by packed tokens, as fitted."""
-        points = zip(self._tokens, self._seconds, strict=True)
-        return {f"spec/cost_ms/{int(tokens)}": 1e3 * float(seconds) for tokens, seconds in points}
-
-    def _set(self, tokens: FloatArray, seconds: FloatArray) -> None:
-        self._tokens, self._seconds = tokens, seconds
-        if tokens.size:
-            rise, run = seconds[-1] - seconds, tokens[-1] - tokens
-            slope = float(max(rise[0] / run[0], rise[-2] / run[-2]))
-            self._curve = Curve(tokens, seconds, slope, self.per_node, self.per_draft)

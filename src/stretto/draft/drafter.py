@@ -5,6 +5,7 @@ Responses begin with START in every source, so a match knows whether it goes bac
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ from stretto.draft.counters import Counters
 from stretto.draft.dropped import DROPPED, DroppedWork
 from stretto.draft.follow import follow, grow_at, nowhere
 from stretto.draft.tree import Rules, room_for
+from stretto.errors import StrettoError
 from stretto.history.automaton import LivePool, find_text, match_live
 from stretto.history.frozen import Frozen
 from stretto.history.index import LARGEST_TOKEN, HistoryIndex, Response
 from stretto.records import IntArray, Request, Rollout, prompt_uid
 from stretto.tally import Tally, total
+
+logger = logging.getLogger(__name__)
 
 START = LARGEST_TOKEN  # no tokenizer's
 IDLE_GROUPS = 64  # prompts kept for responses that have not begun yet
@@ -58,9 +62,11 @@ class HistoryDrafter:
     Everything is by slot: where each request is in its prompt's history, among the responses in flight, and in its
     prompt. The source "siblings" is one automaton over all responses in flight, those of the request's group and its
     own among them. Requests that begin after it took in `generation` tokens go to a new one, and it is closed when its
-    last request has ended. `clock` returns seconds and is read for `metrics` alone. `wait`: histories that are being
-    built are waited for, so that drafts do not depend on timing. `pause`: while no node is worth checking, sources are
-    asked at the 1st, 2nd, 4th, ... such step, and at least at every `pause`th.
+    last request has ended. The newest is closed when responses become history while none is in flight, as between the
+    steps of a synchronous schedule: a resumed run has none either, and so drafts alike.
+    `clock` returns seconds and is read for `metrics` alone. `wait`: histories that are being built are waited for, so
+    that drafts do not depend on timing. `pause`: while no node is worth checking, sources are asked at the 1st, 2nd,
+    4th, ... such step, and at least at every `pause`th.
     """
 
     def __init__(
@@ -266,14 +272,31 @@ class HistoryDrafter:
                 lengths.responses += len(responses)
             uids.append(uid)
         self.index.prepare(uids)
+        if self._newest >= 0 and not self._users[self._newest]:
+            self._pool.close(self._newest)
+            self._newest = -1
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned from verification; histories are rebuilt from the log by `remember`."""
-        return {"calibration": self.calibration.state_dict(), "budget": self.budget.state_dict()}
+        """What was learned from verification; histories are rebuilt from the log by `remember`.
+
+        What responses said that have ended, while others are still in flight, is in neither.
+        """
+        return {
+            "calibration": self.calibration.state_dict(),
+            "budget": self.budget.state_dict(),
+            "fruitless": self._fruitless,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, budget: bool = True) -> None:
-        """`budget`: the state is of a budget of the same kind, and that is loaded too."""
-        self.calibration.load_state_dict(state["calibration"])
+        """`budget`: the state is of a budget of the same kind, and that is loaded too.
+
+        Of another version's calibration nothing is taken, which is said.
+        """
+        try:
+            self.calibration.load_state_dict(state["calibration"])
+        except StrettoError as error:
+            logger.warning("what drafts are worth is learnt anew: %s", error)
+        self._fruitless = int(state.get("fruitless", 0))  # checkpoints of before did not have it
         if budget:
             self.budget.load_state_dict(state["budget"])
 

@@ -18,6 +18,7 @@ from stretto.sampling import kernel
 
 BRANCHES = 6  # successors looked at per match, the most frequent ones
 LEVELS = 3  # matches that an estimate is blended from, the longest and its suffixes
+WIDEST = 128  # edges of a live state that are looked at, the newest: short texts have thousands
 
 
 class Successors(NamedTuple):
@@ -122,9 +123,10 @@ def frozen_successors(
 @kernel()
 def _most_frequent(pool: Pool, state: int, found: Successors) -> int:
     """Put the tokens that follow `state` most often into `found`, falling; how many there are."""
-    count = 0
+    count = looked = 0
     edge = int(pool.head[state])
-    while edge >= 0:
+    while edge >= 0 and looked < WIDEST:
+        looked += 1
         times = pool.counts[pool.target[edge]]
         if count < BRANCHES or times > found.occurrences[BRANCHES - 1]:
             place = min(count, BRANCHES - 1)
@@ -145,8 +147,10 @@ def live_successors(pool: Pool, state: int, found: Successors) -> int:
     levels = 0
     while count > 0 and levels < LEVELS and pool.link[state] >= 0:
         total, kinds = 0.0, 0
+        # What follows a text follows its suffixes too, though it may not be looked at there.
+        found.shares[levels, :count] = 0.0
         edge = int(pool.head[state])
-        while edge >= 0:
+        while edge >= 0 and kinds < WIDEST:
             times = pool.counts[pool.target[edge]]
             total += times
             kinds += 1
@@ -154,7 +158,7 @@ def live_successors(pool: Pool, state: int, found: Successors) -> int:
                 if found.tokens[i] == pool.token[edge]:
                     found.shares[levels, i] = times
             edge = int(pool.following[edge])
-        for i in range(count):  # what follows a text follows its suffixes: each token was found
+        for i in range(count):
             found.shares[levels, i] /= total
         found.weights[levels] = total / (total + kinds)
         state = int(pool.link[state])

@@ -170,60 +170,38 @@ class Marginal(Budget):
 
     First the draft length for the batch: γ* = argmin over γ of the time per token, t(tokens + γB) / (1 + α + … + α^γ),
     where B is the number of requests, t the measured cost model (drafting included) and α the acceptance of a node put
-    to the test, counted online. It gives a budget of Γ* = γ*·B nodes, none if γ* = 0. Then that budget is spent class
-    by class. Readings where the paper is open:
-
-    - the high class is the requests with a weight above 1, the low class the others; each starts at γ = 1, for B nodes;
-    - the benefit of one more node for every request of class x, as printed, is B_x times the *drop* of β (the share of
-      drafts whose node at depth γ was accepted) from γ_x to γ_x + 1. Here it is the gain, B_x·β[γ_x + 1]; the cost is
-      B_x nodes, so the classes compare by β[γ_x + 1], the high one counting λ times (as printed, λ works against it);
-    - no class exceeds γ_max; a class that cannot be raised within the budget leaves the rest to the
-      other; ties go to the high class.
+    to the test, counted online. The paper then divides the budget of γ*·B nodes between a class of urgent requests and
+    one of the others. No request is urgent here, since a response's length does not matter before it ends: each gets γ*
+    nodes.
 
     Counts decay by steps, with or without tests, towards a prior of one node tested and accepted by half: a rule that
     has switched drafting off tries again after a while.
     """
 
     LARGEST = 8  # γ_max
-    FAVOUR = 2.0  # λ
     HALF_LIFE = 256.0  # steps
     PRIOR = 2.0  # tests per depth, half of them accepted
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
-        self._drafted = np.zeros(self.LARGEST)  # requests with a node at depth 1, 2, ...
-        self._tested = np.zeros(self.LARGEST)  # those where such a node was reached
+        self._tested = np.zeros(self.LARGEST)  # requests of which a node at depth 1, 2, ... was reached
         self._accepted = np.zeros(self.LARGEST)
 
     def choose(self, drafts: Drafts, batch: Batch) -> BoolArray:
-        high = np.zeros(drafts.counts.size, np.bool_) if batch.weights is None else batch.weights > 1.0
-        low_length, high_length = self.lengths(int((~high).sum()), int(high.sum()), batch.tokens)
-        return best_nodes(drafts, np.where(high, high_length, low_length))
+        requests = drafts.counts.size
+        return best_nodes(drafts, np.full(requests, self.best_length(requests, batch.tokens)))
 
-    def lengths(self, low: int, high: int, tokens: int) -> tuple[int, int]:
-        """Nodes for each request of the low and of the high class, which have `low` and `high` requests."""
-        best = self._best_length(low + high, tokens)
-        if best == 0:
-            return 0, 0
-        beta = (self._accepted + self.PRIOR * 0.5 ** np.arange(1, self.LARGEST + 1)) / (
-            self._drafted + self.PRIOR
-        )
-        sizes, favour, length = (low, high), (1.0, self.FAVOUR), [1, 1]
-        left = (best - 1) * (low + high)
-        while True:
-            open_classes = [x for x in (1, 0) if 0 < sizes[x] <= left and length[x] < self.LARGEST]
-            if not open_classes:
-                return length[0], length[1]
-            raised = max(open_classes, key=lambda x: favour[x] * beta[length[x]])
-            length[raised] += 1
-            left -= sizes[raised]
+    def best_length(self, requests: int, tokens: int) -> int:
+        """γ*, 0 to γ_max, for a step of `tokens` without drafts; ties to the shorter."""
+        nodes = requests * np.arange(self.LARGEST + 1)
+        emitted = np.cumsum(self._acceptance() ** np.arange(self.LARGEST + 1))
+        return int(np.argmin(self.cost.seconds(tokens + nodes, nodes) / emitted))
 
     def learn(self, drafts: Drafts, verified: Verified, slots: IntArray) -> None:
         owners = np.repeat(np.arange(slots.size), drafts.counts)
         shallow = drafts.depth <= self.LARGEST
         decay = 0.5 ** (1.0 / self.HALF_LIFE)
         for counts, nodes in (
-            (self._drafted, shallow),
             (self._tested, shallow & verified.reached),
             (self._accepted, shallow & verified.accepted),
         ):
@@ -234,15 +212,12 @@ class Marginal(Budget):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "drafted": self._drafted.tolist(),
             "tested": self._tested.tolist(),
             "accepted": self._accepted.tolist(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._drafted, self._tested, self._accepted = (
-            np.array(state[name], np.float64) for name in ("drafted", "tested", "accepted")
-        )
+        self._tested, self._accepted = (np.array(state[name], np.float64) for name in ("tested", "accepted"))
 
     def counts(self) -> Tally:
         return Tally(ratios={"spec/budget/acceptance": self._levels()})
@@ -255,9 +230,3 @@ class Marginal(Budget):
         """α: the share of tested levels at which a node was accepted."""
         accepted, tested = self._levels()
         return accepted / tested
-
-    def _best_length(self, requests: int, tokens: int) -> int:
-        """γ*, 0 to γ_max; ties to the shorter."""
-        nodes = requests * np.arange(self.LARGEST + 1)
-        emitted = np.cumsum(self._acceptance() ** np.arange(self.LARGEST + 1))
-        return int(np.argmin(self.cost.seconds(tokens + nodes, nodes) / emitted))

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 
 from stretto.engine.responses import NOT_ENDED, Response, Span, kept_prefix
-from stretto.records import Event, Finished, FinishReason, Request, Stopped
+from stretto.records import Event, Finished, FinishReason, Leapt, Request, Stopped
 
 COUNTERS = (
     "steps",
@@ -96,7 +96,7 @@ class Decoding:
         # Seconds of the next step without prefill, and by how much each later one takes longer.
         self._first = self._growth = 0.0
         self._extra = 0.0  # seconds that the next step takes longer: prefill
-        self._reports: list[tuple[int, int, int]] = []  # id, attempt, new tokens
+        self._reports: list[Leapt] = []
         self._events: list[Event] = []
 
     # ---- steps --------------------------------------------------------------------------------------
@@ -150,32 +150,37 @@ class Decoding:
     # ---- responses ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._queue and self._free:
-            response = next(iter(self._queue.values()))
+        queue, free, kv_tokens = self._queue, self._free, self.kv_tokens
+        while queue and free:
+            name, response = queue.popitem(last=False)
             request = response.request
             prompt = 0 if request.group in self._groups else len(request.prompt_ids)
-            needed = self._context + self._rate + prompt + response.held + 1
-            if self.kv_tokens is not None and self._running and needed > 0.99 * self.kv_tokens:
-                return
-            self._queue.popitem(last=False)
+            if kv_tokens is not None and self._running:
+                needed = self._context + self._rate + prompt + response.held + 1
+                if needed > 0.99 * kv_tokens:
+                    queue[name] = response
+                    queue.move_to_end(name, last=False)
+                    return
             if prompt:
                 self._begun.add(request.group)
             else:
                 response.late = request.group in self._begun
             before = self._extra
-            self._prefill(prompt + response.held, "prefill_tokens")
+            if prompt or response.held:
+                self._prefill(prompt + response.held, "prefill_tokens")
             if not response.limit:
                 self._decide(response)
-            response.held = min(response.held + 1, response.limit)  # the first step's
+            if response.held < response.limit:
+                response.held += 1  # the first step's
             response.extra = self._extra - before
-            self._enter(response, prompt)
+            self._enter(name, response, prompt)
 
     def _decide(self, response: Response) -> None:
         """How long it will be, and how much of its old tokens is sampled again."""
         request = response.request
         whole, most = self.length(request), request.sampling.max_new_tokens
-        response.limit = max(response.held, min(whole, most))  # it may have been stopped with its last token
-        response.reason = STOP if whole <= most else LENGTH
+        limit, response.reason = (whole, STOP) if whole <= most else (most, LENGTH)
+        response.limit = max(response.held, limit)  # it may have been stopped with its last token
         if self.speed is not None:
             response.speed = self.speed(request)
         if self.nodes is not None:
@@ -192,20 +197,20 @@ class Decoding:
             response.limit, response.reason = response.reported + chunk, NOT_ENDED
             response.held = min(response.held, response.limit - 1)
 
-    def _enter(self, response: Response, prompt: int) -> None:
-        request = response.request
-        response.entered = self._step + response.late
+    def _enter(self, name: tuple[int, int], response: Response, prompt: int) -> None:
+        group, speed, held = response.request.group, response.speed, response.held
+        response.entered = entered = self._step + response.late
         response.slot = self._free.pop()
         response.since = self._boundary
-        self._running[request.id, request.attempt] = response
-        self._groups[request.group] = self._groups.get(request.group, 0) + 1
-        self._context += prompt + response.held - response.late * response.speed
-        self._rate += response.speed
+        self._running[name] = response
+        self._groups[group] = self._groups.get(group, 0) + 1
+        self._context += prompt + held - response.late * speed
+        self._rate += speed
         self._drafted += response.nodes
-        last = response.entered + 1 + ceil((response.limit - response.held) / response.speed - 1e-9)
-        self._serial += 1
-        response.serial = self._serial
-        heappush(self._ends, (last, self._serial, response))
+        left = response.limit - held
+        last = entered + 1 + (left if speed == 1.0 else ceil(left / speed - 1e-9))
+        self._serial = response.serial = serial = self._serial + 1
+        heappush(self._ends, (last, serial, response))
 
     def _leave(self, response: Response, why: str) -> None:
         request = response.request
@@ -264,6 +269,6 @@ class Decoding:
     def _report(self, response: Response) -> None:
         tokens = response.tokens(self._step)
         if tokens > response.reported:
-            request = response.request
-            self._reports.append((request.id, request.attempt, tokens - response.reported))
+            request, new = response.request, tokens - response.reported
+            self._reports.append(Leapt(self.worker, request.id, request.attempt, new, self.version))
             response.reported = tokens

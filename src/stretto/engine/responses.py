@@ -10,6 +10,7 @@ from stretto.records import FinishReason, Request
 NOT_ENDED = FinishReason.NONE
 MIX = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
+TWO_TO_64 = 2.0**64
 
 
 @dataclass(slots=True)
@@ -62,7 +63,11 @@ def mixed(key: int, salt: int) -> int:
 
 def uniform(key: int, salt: int) -> float:
     """A number in (0, 1) that `key` and `salt` determine."""
-    return (mixed(key, salt) + 0.5) / 2.0**64
+    # `mixed`, written out: a simulated response asks twice
+    x = (key + (salt + 1) * MIX) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return ((x ^ (x >> 31)) + 0.5) / TWO_TO_64
 
 
 def kept_prefix(agreement: float, key: int, version: int, tokens: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from stretto.engine.responses import Response, Span
 from stretto.records import Event, Loaded, Progress, Request, Running, Stopped, WorkerDown, WorkerUp
 from stretto.runtime import SimulatedRuntime
 from stretto.weights import WeightsRef
+
+FEW = 8
+"""Requests that are told of one by one: with more, arrays are faster."""
 
 
 class SimulatedEngine(Decoding):
@@ -56,6 +60,8 @@ class SimulatedEngine(Decoding):
         self.load_seconds = load_seconds
         self.alive = True
         self._counted = 0.0  # up to when `metrics` has counted the seconds in which slots were there
+        # (from, until), disjoint, in which they were not, not all of it counted yet.
+        self._absent: list[tuple[float, float]] = []
         self._plan = 0  # number of the newest plan; ticks of older ones do nothing
         self._changed = False  # since then
 
@@ -113,11 +119,11 @@ class SimulatedEngine(Decoding):
 
     def pause(self, seconds: float) -> None:
         """The device does something else (a colocated trainer): no step, and no slot is available."""
-        if not self.alive:
+        if not self.alive:  # it does not come back before
+            self._boundary = max(self._boundary, self.runtime.time) + seconds
             return
         self._settle()
-        self._counters["available_slot_seconds"] -= self.slots * seconds
-        self._counters["up_seconds"] -= seconds
+        self._absent.append((self._boundary, self._boundary + seconds))
         self._boundary += seconds
         self._go_on()
 
@@ -132,8 +138,9 @@ class SimulatedEngine(Decoding):
     def start(self) -> None:
         """Come up; also again after `fail`, with the weights it had."""
         self.alive = True
-        self._boundary = max(self.runtime.now(), self._boundary)  # not before it is known that it went down
-        self._counted = self._boundary
+        self._boundary = max(self.runtime.time, self._boundary)  # not before it is known that it went down
+        if self._absent and self._absent[-1][1] == inf:
+            self._absent[-1] = self._absent[-1][0], self._boundary
         self.runtime.deliver(self._boundary, [WorkerUp(self.worker, self.slots, self.version)])
 
     def fail(self) -> None:
@@ -146,10 +153,16 @@ class SimulatedEngine(Decoding):
             self._leave(response, "down")
         self._events.append(WorkerDown(self.worker))
         self._flush()
-        self._count()
-        self.alive = False
+        self.absent()
         self._plan += 1
         self._clear()
+
+    def absent(self) -> None:
+        """Not be there from now on, or from the end of the step in hand, until `start`."""
+        self.alive = False
+        down = max(self.runtime.time, self._step_end)
+        self._absent = [(since, min(until, down)) for since, until in self._absent if since < down]
+        self._absent.append((down, inf))
 
     def step(self) -> list[Event]:
         return []
@@ -158,8 +171,8 @@ class SimulatedEngine(Decoding):
         if self.alive:
             self._settle()
             self._go_on()
-            self._count()
-        now = self.runtime.now()
+        self._count()
+        now = self.runtime.time
         early = max(0.0, self._step_end - now)  # of the step in hand, what is still to come
         counters, self._counters = self._counters, dict.fromkeys(COUNTERS, 0.0)
         for name, seconds in (("step_seconds", early), ("busy_slot_seconds", early * self._stepping)):
@@ -168,8 +181,11 @@ class SimulatedEngine(Decoding):
         return counters
 
     def _count(self) -> None:
-        passed = self.runtime.now() - self._counted
-        self._counted += passed
+        """The seconds since the last count, but for those in which the slots were not there."""
+        since, now = self._counted, self.runtime.time
+        passed = now - since - sum(max(0.0, min(b, now) - max(a, since)) for a, b in self._absent)
+        self._counted = now
+        self._absent = [(a, b) for a, b in self._absent if b > now]
         self._counters["up_seconds"] += passed
         self._counters["available_slot_seconds"] += passed * self.slots
 
@@ -177,7 +193,7 @@ class SimulatedEngine(Decoding):
 
     def _settle(self) -> None:
         """Complete the step in hand, and account for those before."""
-        now = self.runtime.now()
+        now = self.runtime.time
         if not self._running:
             self._boundary = max(self._boundary, now)
         elif now > self._boundary:
@@ -210,7 +226,7 @@ class SimulatedEngine(Decoding):
         if plan != self._plan:
             return []
         self._advance(self._target - self._step)
-        self._boundary = self._step_end = self.runtime.now()  # but for rounding
+        self._boundary = self._step_end = self.runtime.time  # but for rounding
         self._release_due()
         self._go_on()
         return self._gathered()
@@ -219,13 +235,12 @@ class SimulatedEngine(Decoding):
 
     def _gathered(self) -> list[Event]:
         """Everything that is to be said, tokens first."""
-        events = self._events
-        self._events = []
-        if self._reports:
-            ids, attempts, counts = np.array(self._reports, np.int64).T
-            events.insert(0, Progress(self.worker, ids, attempts, counts, self.version))
-            self._reports = []
-        return events
+        reports, events = self._reports, self._events
+        self._reports, self._events = [], []
+        if len(reports) <= FEW:
+            return [*reports, *events]
+        rows = np.array([(leapt.id, leapt.attempt, leapt.count) for leapt in reports], np.int64)
+        return [Progress(self.worker, rows[:, 0], rows[:, 1], rows[:, 2], self.version), *events]
 
     def _flush(self) -> None:
         """Send it, to arrive when the step in hand ends."""

@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from stretto.alternatives import Alternatives
 from stretto.engine import Engine
 from stretto.fleet import Drafting
-from stretto.records import Event, Request, Rollout, Running
+from stretto.records import Event, Prompt, Request, Rollout, Running
 from stretto.tally import Tally
 from stretto.weights import WeightsRef
 
@@ -42,10 +46,61 @@ class Load:
 
 
 @dataclass(slots=True)
+class Past:
+    """A finished response as drafters need it, without what a user's data and rewards put into a `Rollout`, which need
+    not fit through a pipe.
+    """
+
+    uid: str  # the prompt's
+    visit: int
+    token_ids: npt.NDArray[np.int32]  # (N,)
+    logprobs: npt.NDArray[np.float32]  # (N,), as in the log
+    reward: float
+    top: Alternatives | None  # at the N places
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Past:
+        return cls(
+            rollout.prompt.uid,
+            rollout.visit,
+            rollout.token_ids.astype(np.int32),
+            rollout.logprobs.astype(np.float32),
+            float(rollout.reward),
+            rollout.top,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        top = self.top
+        kept = top.token_ids.nbytes + top.logprobs.nbytes if top is not None else 0
+        return kept + self.token_ids.nbytes + self.logprobs.nbytes
+
+    def rollout(self) -> Rollout:
+        """With what is known of it here."""
+        nothing = np.zeros(0, np.int64)
+        ids, logprobs = self.token_ids.astype(np.int64), self.logprobs.astype(np.float64)
+        return Rollout(
+            request_id=-1,
+            group_id=-1,
+            prompt=Prompt(-1, self.uid, 0, nothing, {}),
+            sample_index=-1,
+            visit=self.visit,
+            key=0,
+            token_ids=ids,
+            logprobs=logprobs,
+            raw_logprobs=np.zeros(ids.size),
+            versions=np.zeros(ids.size, np.int64),
+            loss_mask=np.ones(ids.size, np.bool_),
+            reward=self.reward,
+            top=self.top,
+        )
+
+
+@dataclass(slots=True)
 class Remember:
     """Finished responses become history."""
 
-    rollouts: Sequence[Rollout]
+    pasts: Sequence[Past]
 
 
 @dataclass(slots=True)

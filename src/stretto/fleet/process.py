@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from stretto.fleet.messages import (
     Failed,
     Figures,
     Load,
+    Past,
     Ready,
-    Remember,
     Reply,
     Report,
     Restore,
@@ -30,6 +29,7 @@ from stretto.fleet.messages import (
     Stop,
     Submit,
 )
+from stretto.fleet.pasts import Pasts, messages
 from stretto.records import Event, Loaded, Request, Rollout, Running, WorkerDown, WorkerUp
 from stretto.spawn import ProcessLost, SpawnedProcess
 from stretto.tally import Tally
@@ -38,6 +38,7 @@ from stretto.weights import WeightFiles, WeightsRef
 logger = logging.getLogger(__name__)
 
 SERVER = "stretto.fleet.serve"
+POLL = 0.5  # seconds between looks whether a silent worker is stuck
 
 
 @dataclass(slots=True)
@@ -50,6 +51,8 @@ class _Worker:
     place: int  # 0 .. workers - 1, kept by those that come after it
     process: SpawnedProcess
     ready: Ready | None = None
+    missed: list[bytes] | None = None  # responses that come in while it is told of those before
+    up: bool = False  # it is ready, and knows of all responses that others know of
     announced: bool = False  # its WorkerUp is posted
     lost: bool = False
     sent: int = 0  # commands
@@ -61,7 +64,7 @@ class _Worker:
     @property
     def owes(self) -> bool:
         """Whether something is still to come from it."""
-        return not self.lost and (self.ready is None or self.busy or self.handled < self.sent)
+        return not self.lost and (not self.up or self.busy or self.handled < self.sent)
 
 
 class ProcessFleet:
@@ -71,10 +74,12 @@ class ProcessFleet:
     starts begins in one step. A thread for each process posts what it says to the inbox.
 
     A process that dies (its pipe ends) is `WorkerDown`: what it had reported is kept, what ran there goes on
-    elsewhere. Another one is started in its place, up to `restarts` times; then the fleet goes on without it. An
-    exception in a worker would come again in its successor: `expecting` raises it.
+    elsewhere. Another one is started in its place, up to `restarts` times; then the fleet goes on without it. So it is
+    with one that is stuck: that owes something and has said nothing for `patience` seconds; it is killed. An exception
+    in a worker would come again in its successor: `expecting` raises it.
 
-    `scratch` is a folder for weights, the fleet's own. `window` is how many visits of a prompt history keeps.
+    `scratch` is a folder for weights, the fleet's own. For drafters of workers to come, the responses of the newest
+    `window` visits of each prompt are kept, in at most `history_bytes`.
     """
 
     def __init__(
@@ -85,10 +90,12 @@ class ProcessFleet:
         workers: int,
         scratch: Path,
         restarts: int = 3,
+        patience: float = 600.0,
         window: int = 1,
+        history_bytes: int = 1 << 30,
     ) -> None:
         self._build, self._post = build, post
-        self._restarts, self._window = restarts, window
+        self._restarts, self._patience = restarts, patience
         self._files = WeightFiles(scratch)
         self._changed = threading.Condition()  # guards all that follows
         self._workers: dict[int, _Worker] = {}  # by number, those that live
@@ -98,15 +105,19 @@ class ProcessFleet:
         self._failure: StrettoError | None = None
         self._totals = Totals()
         self._states: dict[int, Restore] = {}  # place -> what its drafter was last known to have learned
-        self._history: deque[tuple[int, bytes]] = deque()  # newest visit within, message
+        self._pasts = Pasts(window, history_bytes)
         self._last_words = ""
         self._threads: list[threading.Thread] = []
         try:
             for place in range(workers):  # numbered as their places
                 self._listen_to(self._spawn(place))
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise StrettoError(f"fleet.workers = {workers}: a process cannot be started: {error}") from error
+            if isinstance(error, OSError):
+                raise StrettoError(
+                    f"fleet.workers = {workers}: a process cannot be started: {error}"
+                ) from error
+            raise
 
     # ---- commands -------------------------------------------------------------------------------------
 
@@ -134,10 +145,11 @@ class ProcessFleet:
         self._command(Stop(list(ids), list(attempts)), [worker])
 
     def load(self, ref: WeightsRef, workers: Sequence[int], running: Running) -> None:
+        written = self._files.write(ref)
         with self._changed:
             alive = [worker for worker in workers if worker in self._workers]
-            if alive:
-                self._command(Load(self._files.publish(ref, alive), running), alive)
+            self._files.publish(written, alive)
+        self._command(Load(written, running), alive)
 
     def expecting(self) -> bool:
         """Whether a worker owes an event.
@@ -176,12 +188,13 @@ class ProcessFleet:
     # ---- drafting; see FleetDrafter ---------------------------------------------------------------------
 
     def report(self, what: Report) -> None:
-        """Have every worker report, and wait for it."""
+        """Have every worker that is up report, and wait for it."""
         with self._changed:
-            asked = list(self._workers.values())
-            self._command(what, [worker.number for worker in asked])
+            asked = [worker for worker in self._workers.values() if worker.up]
             for worker in asked:
                 worker.asked += 1
+        self._command(what, [worker.number for worker in asked])
+        with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or all(w.lost or w.reported == w.asked for w in asked)
             )
@@ -190,16 +203,16 @@ class ProcessFleet:
         """Send finished responses to all workers, and keep them for those to come: it is not known who will answer
         their prompts at the next visit.
         """
-        if not rollouts:
-            return
-        message = _pack(Remember([_without_row(rollout) for rollout in rollouts]))
-        newest = max(rollout.visit for rollout in rollouts)
+        pasts = [Past.of(rollout) for rollout in rollouts]
+        packed = list(messages(pasts))
         with self._changed:
-            self._history.append((newest, message))
-            while self._history[0][0] <= newest - self._window:
-                self._history.popleft()
+            self._pasts.add(pasts)
+            know = [worker for worker in self._workers.values() if worker.up]
             for worker in self._workers.values():
-                self._send(worker, message)
+                if worker.missed is not None:
+                    worker.missed += packed
+        for worker in know:
+            self._send(worker, packed)
 
     def drafter_states(self) -> list[Mapping[str, Any]]:
         """Of the drafter of each place, as it is now."""
@@ -210,10 +223,11 @@ class ProcessFleet:
     def restore_drafters(self, states: Sequence[Mapping[str, Any]], budget: bool) -> None:
         """Have the drafter of place i go on from the i-th state, or from the first where there are not so many."""
         with self._changed:
-            for worker in self._workers.values():
-                state = states[worker.place if worker.place < len(states) else 0]
-                self._states[worker.place] = Restore(state, budget)
-                self._command(self._states[worker.place], [worker.number])
+            workers = list(self._workers.values())
+            for place in self._places:
+                self._states[place] = Restore(states[place if place < len(states) else 0], budget)
+        for worker in workers:
+            self._command(self._states[worker.place], [worker.number])
 
     def take_drafter_counts(self) -> Tally:
         """Those that came with the last reports."""
@@ -226,16 +240,19 @@ class ProcessFleet:
         """To those of `workers` that live: the ledger will hear, or has heard, of the others' end."""
         message = _pack(command)
         with self._changed:
-            for number in workers:
-                if number in self._workers:
-                    self._send(self._workers[number], message)
+            living = [self._workers[number] for number in workers if number in self._workers]
+        for worker in living:
+            self._send(worker, [message])
 
-    def _send(self, worker: _Worker, message: bytes) -> None:
-        worker.sent += 1
-        worker.process.send(message)
+    def _send(self, worker: _Worker, packed: Sequence[bytes]) -> None:
+        """Not with the lock held, unless it is little: who takes its time must not keep others' events waiting."""
+        with self._changed:
+            worker.sent += len(packed)
+        for message in packed:
+            worker.process.send(message)
 
     def _spawn(self, place: int) -> _Worker | None:
-        """A process for `place`, told what its predecessor knew; None if the fleet is closing. Raises OSError."""
+        """A process for `place`, told what its predecessor had learned; None: the fleet is closing. Raises OSError."""
         with self._changed:
             if self._closing:
                 return None
@@ -245,22 +262,34 @@ class ProcessFleet:
                 logger.info("worker %d: %s", number, line)
 
             worker = self._workers[number] = _Worker(number, place, SpawnedProcess(SERVER, show))
-            worker.process.send(_pack(Setup(self._build, number)))
+            worker.process.send(_pack(Setup(self._build, number)))  # before anybody else finds it, and little
             if place in self._states:
-                self._command(self._states[place], [number])
-            for _, message in self._history:
-                self._send(worker, message)
+                self._send(worker, [_pack(self._states[place])])
             return worker
 
+    def _bring_up(self, worker: _Worker) -> None:
+        """Tell a worker that is ready of all responses that the others know of, those that come in meanwhile too."""
+        with self._changed:
+            pasts, worker.missed = self._pasts.all(), []
+        for message in messages(pasts):
+            self._send(worker, [message])
+        while not worker.up:
+            with self._changed:
+                missed, worker.missed = worker.missed or [], []
+                if not missed:
+                    worker.up, worker.missed = True, None
+                    self._announce(worker)
+                    self._changed.notify_all()
+            self._send(worker, missed)
+
     def _announce(self, worker: _Worker) -> None:
-        if self._started and worker.ready is not None and not worker.announced:
+        if self._started and worker.ready is not None and worker.up and not worker.announced:
             worker.announced = True
-            self._post(WorkerUp(worker.number, worker.ready.slots, worker.ready.version))
+            self._post(WorkerUp(worker.number, worker.ready.slots, worker.ready.version, worker.place))
 
     def _settled(self) -> bool:
-        """Whether every place has a worker that is ready, or has been given up."""
-        ready = {worker.place for worker in self._workers.values() if worker.ready is not None}
-        return ready == self._places
+        """Whether every place has a worker that is up, or has been given up."""
+        return {worker.place for worker in self._workers.values() if worker.up} == self._places
 
     # ---- a thread for each place ------------------------------------------------------------------------
 
@@ -316,21 +345,34 @@ class ProcessFleet:
         self._changed.notify_all()
 
     def _listen(self, worker: _Worker) -> str:
-        """Take in what it says until it ends; returns how it ended."""
+        """Take in what it says until it ends, or is stuck and killed; returns how it ended."""
+        silent = 0.0  # seconds, as they were waited here: this process may have been held itself
         while True:
             try:
-                reply: Reply = pickle.loads(worker.process.receive())  # noqa: S301 -- from our own child
+                payload = worker.process.receive(POLL)
             except ProcessLost as lost:
                 return str(lost)
+            if payload is None:
+                with self._changed:
+                    silent = silent + POLL if worker.owes else 0.0
+                    if self._closing:
+                        return "was killed"
+                if silent > self._patience:
+                    worker.process.kill()
+                    return f"was killed, having said nothing for fleet.patience = {self._patience:g} seconds"
+                continue
+            silent = 0.0
+            reply: Reply = pickle.loads(payload)  # noqa: S301 -- from our own child
             with self._changed:
                 self._take(worker, reply)
                 self._changed.notify_all()
+            if isinstance(reply, Ready):
+                self._bring_up(worker)
 
     def _take(self, worker: _Worker, reply: Reply) -> None:
         match reply:
             case Ready():
                 worker.ready = reply
-                self._announce(worker)
             case Stepped():
                 for event in reply.events:
                     if isinstance(event, Loaded):
@@ -349,35 +391,5 @@ class ProcessFleet:
                 self._failure = StrettoError(f"worker {worker.number} failed: {reply.message}")
 
 
-class FleetDrafter:
-    """The drafters of a fleet's workers as one: each has the history of all prompts and learns from its own steps."""
-
-    def __init__(self, fleet: ProcessFleet) -> None:
-        self._fleet = fleet
-
-    def remember(self, rollouts: Sequence[Rollout]) -> None:
-        self._fleet.remember(rollouts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The first worker's state as one drafter has it, and those of all in `workers`."""
-        states = self._fleet.drafter_states()
-        return {**states[0], "workers": states} if states else {}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, budget: bool = True) -> None:
-        self._fleet.restore_drafters(state.get("workers", [state]), budget)
-
-    def counts(self) -> Tally:
-        """As of the fleet's last `metrics`."""
-        return self._fleet.take_drafter_counts()
-
-    def metrics(self) -> dict[str, float]:
-        return self.counts().figures()
-
-
 def _pack(message: object) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-
-
-def _without_row(rollout: Rollout) -> Rollout:
-    """Without what a user's data and rewards put there, which need not fit through a pipe."""
-    return replace(rollout, prompt=replace(rollout.prompt, data={}), reward_parts={})

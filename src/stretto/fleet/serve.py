@@ -5,9 +5,11 @@ Both directions are pickles, over a socket pair that only parent and child hold;
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import queue
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 
@@ -34,9 +36,21 @@ from stretto.spawn import connect
 from stretto.tally import Tally
 from stretto.weights import read_weights
 
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Where the system can do it: the parent's end then kills this process even while it is stopped, or stuck in a way
+    that keeps the thread which reads the socket from running. (What counts is the end of the thread that started it: a
+    fleet's lasts as long as its worker.)
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
 
 def main(descriptor: int) -> None:
     """Serve on the socket `descriptor` until the parent closes it or something fails."""
+    end_with_parent()
     send_bytes, inbox = connect(descriptor)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems send it to everybody: the trainer ends us
 
@@ -90,7 +104,7 @@ class Worker:
             case Load():
                 self.engine.load(read_weights(command.ref), command.running)
             case Remember() if self.drafter is not None:
-                self.drafter.remember(command.rollouts)
+                self.drafter.remember([past.rollout() for past in command.pasts])
             case Restore() if self.drafter is not None:
                 self.drafter.load_state_dict(command.state, budget=command.budget)
             case Report(state=True):

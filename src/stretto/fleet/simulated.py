@@ -41,8 +41,9 @@ class SimulatedFleet:
         changes += [(when, 0, worker) for when, worker in self.failures]
         first = {worker: up for when, up, worker in sorted(changes, reverse=True)}
         for worker, engine in enumerate(self.engines):
-            engine.alive = not first.get(worker)  # one whose first change is an arrival is not there yet
-            if engine.alive:
+            if first.get(worker):
+                engine.absent()  # its first change is an arrival
+            else:
                 engine.start()
         for when, up, worker in changes:
             self._change_at(when, worker, up=bool(up))
@@ -63,7 +64,7 @@ class SimulatedFleet:
         self.engines[worker].submit(requests)
         if self.report_seconds is not None and not self._reporting:
             self._reporting = True
-            self.runtime.call_at(self.runtime.now() + self.report_seconds, self._report)
+            self.runtime.call_at(self.runtime.time + self.report_seconds, self._report)
 
     def _report(self) -> list[Event]:
         assert self.report_seconds is not None
@@ -72,7 +73,7 @@ class SimulatedFleet:
             engine.report()
         self._reporting = bool(running)  # without an end, a schedule at a stand would never be noticed
         if running:
-            self.runtime.call_at(self.runtime.now() + self.report_seconds, self._report)
+            self.runtime.call_at(self.runtime.time + self.report_seconds, self._report)
         return []
 
     def stop(self, worker: int, ids: Sequence[int], attempts: Sequence[int]) -> None:

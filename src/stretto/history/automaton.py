@@ -24,6 +24,7 @@ WeightArray = npt.NDArray[np.float32]
 
 BUCKETS = 64  # edge lists of a root; a power of two
 WIDE = 8  # edges of a list that are looked at before the hash table, where there is one
+LINKS = 32  # suffixes of a live text that a new token is counted at, the longest ones
 FREE_STATE, STATES, FREE_EDGE, EDGES = range(4)  # fields of Pool.top
 
 
@@ -31,13 +32,13 @@ class Pool(NamedTuple):
     """Automata that grow; states and edges are numbered over all groups, -1 is none.
 
     The edges of a root, which has one for every token id that was seen, are hashed into `buckets`; those of any
-    other state start at `head`. `counts` are occurrences, exact at every moment.
+    other state start at `head`.
     """
 
     link: TokenArray  # (S,), state of the next shorter suffixes; -1 for a root
     length: TokenArray  # (S,), of the state's longest string
     head: TokenArray  # (S,), first edge
-    counts: WeightArray  # (S,), occurrences; of a root: tokens of its group
+    counts: WeightArray  # (S,), occurrences, as `say` counts them; of a root: tokens of its group
     chain: TokenArray  # (S,), next state of the same group, or next free state
     token: TokenArray  # (E,)
     target: TokenArray  # (E,)
@@ -209,14 +210,19 @@ def append(pool: Pool, group: int, last: int, token: int) -> int:
 def say(pool: Pool, group: int, last: int, tokens: IntArray) -> int:
     """Append `tokens` (N,) to the text whose state is `last`, and count what occurs in it; the state of the longer
     text. For `pool` there must be room: `LivePool.reserve`.
+
+    A token is counted at its LINKS longest suffixes that have a state, and at the root. Few texts have more, but one
+    that goes round in a loop has one for every round: counted at all of them, a token would cost ever more.
     """
-    state = last
+    state, root = last, int(pool.roots[group])
+    pool.counts[root] += len(tokens)
     for token in tokens:
         state = int(append(pool, group, state, token))
-        suffix = state
-        while suffix >= 0:
+        suffix, links = state, 0
+        while suffix != root and links < LINKS:
             pool.counts[suffix] += 1
             suffix = int(pool.link[suffix])
+            links += 1
     return state
 
 

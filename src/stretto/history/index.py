@@ -4,41 +4,27 @@ The index keeps the responses of each prompt's newest `window` visits and builds
 frozen automaton (`stretto.history.frozen`). While a prompt's requests run, its automaton lies in an arena, where one
 kernel call serves requests of all prompts. Drafts from it change nothing about what is sampled, so an automaton that
 is not ready yet, or no longer the newest, costs time and never correctness.
-
-An occurrence, a token of a stored response, weighs w * x:
-
-    count        w = 1, x = 1
-    reward       w = exp(clip(a, -2, 2)), a = (r - mean) / std over the rewards of the visit's responses, x = 1;
-                 a = 0 where the std is 0 or the response has no finite reward
-    recency      w = 0.5 ** (newest visit - visit), x = 1
-    probability  w = 1, x = the token's behaviour probability; the mean is weight / count
-
-RhymeRL (2508.18588) prefers branches by the rewards of their responses without saying how they are aggregated; the
-exponential of the normalised reward keeps every weight positive, so negative rewards and groups that all failed need
-no case of their own, and it is at most 7.4 times another's either way.
 """
 
 from __future__ import annotations
 
-import weakref
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from threading import Thread
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from stretto.alternatives import Alternatives
 from stretto.errors import StrettoError, nearest
-from stretto.history.automaton import TokenArray, WeightArray
-from stretto.history.frozen import Arena, Frozen, freeze
-from stretto.history.mixtures import Rows, join_rows, rows_of
+from stretto.history.builds import Builder, Built, Text, Visits, Weight, largest_bytes
+from stretto.history.frozen import Arena, Frozen
+from stretto.history.mixtures import rows_of
 from stretto.records import FloatArray, IntArray
 from stretto.tally import Tally
 
-Weight = Literal["count", "reward", "recency", "probability"]
+logger = logging.getLogger(__name__)
 
 
 class Response(NamedTuple):
@@ -51,37 +37,27 @@ class Response(NamedTuple):
 
 
 LARGEST_TOKEN = 2**31 - 1
-LARGEST_ADVANTAGE = 2.0
 ARENA_SHARE = 4  # of the memory bound, one part is reserved for automata in use, which then need not move
 GIBIBYTE = 1 << 30
 LARGEST_RESERVE = 1 << 28  # bytes, of that
-
-
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """One stored response."""
-
-    tokens: TokenArray
-    probabilities: WeightArray | None  # of its tokens; only where they are the weight
-    reward: float
-    rows: Rows | None  # what its tokens were drawn from; only where alternatives are used
-
-    @property
-    def nbytes(self) -> int:
-        kept = (self.tokens, self.probabilities, self.rows)
-        return sum(array.nbytes for array in kept if array is not None)
 
 
 @dataclass(slots=True)
 class _History:
     """One prompt's responses by visit, and the automaton over them."""
 
-    visits: dict[int, list[_Text]] = field(default_factory=dict)
+    visits: dict[int, list[Text]] = field(default_factory=dict)
     revision: int = 0  # of the index, when the responses last changed
     automaton: Frozen | None = None
     built: int = -1  # revision that the automaton is made of
+    promised: int = 0  # bytes that the build under way makes at most
     handle: int = -1  # of that automaton in the arena
     pins: int = 0  # handles of any age that are open
+
+
+class _Job(NamedTuple):
+    future: Future[Built]
+    visits: Visits
 
 
 @dataclass(slots=True)
@@ -90,15 +66,10 @@ class _Open:
     pins: int
 
 
-Visits = list[tuple[int, list[_Text]]]
-Built = tuple[Frozen, float]  # and the seconds it took
-Jobs = SimpleQueue[tuple["Future[Built]", Callable[[], Built]] | None]
-
-
 class HistoryIndex:
     """Responses by prompt and visit, and automata over them. For one calling thread.
 
-    A failure of the building thread is raised by the next call of `add`, `prepare`, `wait` or `open`.
+    A prompt whose automaton cannot be built is left without one, which is said once.
     """
 
     def __init__(
@@ -114,7 +85,9 @@ class HistoryIndex:
         `max_bytes` bounds the arrays of responses and automata.
 
         Over it, the prompt whose responses came in longest ago loses its oldest visit, and so on; prompts with an
-        open handle lose nothing, so the bound may be exceeded by what is in use. `clock`: seconds, for `metrics`.
+        open handle lose nothing, so the bound may be exceeded by what is in use. What is lost does not depend on how
+        fast the thread builds: where that would decide, builds are waited for. What a build needs while it is under
+        way comes on top, about 100 bytes for each of the prompt's tokens. `clock`: seconds, for `metrics`.
         """
         if weight not in get_args(Weight):
             raise StrettoError(f"history.weight: {weight!r} is unknown; {nearest(weight, get_args(Weight))}")
@@ -123,17 +96,18 @@ class HistoryIndex:
         self._window = window
         self._weight: Weight = weight
         self._max_bytes = max_bytes
-        self._clock = clock
+        self._builder = Builder(weight, clock)
         self._histories: dict[str, _History] = {}  # the one that longest had no new responses first
         reserve = min(max_bytes // ARENA_SHARE, LARGEST_RESERVE)
         self._alternatives = alternatives
         self._arena = Arena(weighted=weight != "count", mixed=alternatives, reserve=reserve)
         self._open: dict[int, _Open] = {}
-        self._jobs: dict[tuple[str, int], Future[Built]] = {}  # by uid and revision
-        self._queue: Jobs | None = None
+        self._jobs: dict[tuple[str, int], _Job] = {}  # by uid and revision
         self._revision = 0
+        self._failed = False  # a build, which has been said
         self._text_bytes = 0
         self._automaton_bytes = 0
+        self._promised_bytes = 0
         self._since: dict[str, float] = _zeros()
 
     # ---- responses ------------------------------------------------------------------------------------
@@ -142,12 +116,12 @@ class HistoryIndex:
         """Store finished responses of prompt `uid` and forget its visits before the newest `window`.
 
         A visit may come in several pieces, and visits in any order; responses of a visit that is already out of the
-        window are not stored. Raises StrettoError for token ids outside 0 .. 2**31 - 1 and, where probabilities are
-        the weight, for log-probs that are missing or not numbers.
+        window are not stored. Raises StrettoError for token ids outside 0 .. 2**31 - 1 and, where probabilities or
+        alternatives are used, for log-probs that are missing or not numbers and alternatives of other places.
         """
         self._collect()
         texts = [self._text(uid, visit, i, response) for i, response in enumerate(responses)]
-        history = self._histories.pop(uid, None) or _History()
+        history = self._histories.pop(uid, None) or _History(built=self._revision)
         kept = sorted({*history.visits, visit})[-self._window :]
         if texts and visit in kept:
             history.visits.setdefault(visit, []).extend(texts)
@@ -159,7 +133,7 @@ class HistoryIndex:
             self._histories[uid] = history
         self._keep_within_bounds()
 
-    def _text(self, uid: str, visit: int, place: int, response: Response) -> _Text:
+    def _text(self, uid: str, visit: int, place: int, response: Response) -> Text:
         tokens, logprobs, reward, top = response
         where = f"history of prompt {uid}, visit {visit}, response {place}"
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= LARGEST_TOKEN:
@@ -173,25 +147,33 @@ class HistoryIndex:
                 raise StrettoError(
                     f'{where}: a log-prob is NaN or above 0; weight = "count" without alternatives needs none'
                 )
+        if self._alternatives and top is not None and len(top.token_ids) != len(tokens):
+            raise StrettoError(
+                f"{where}: {len(tokens)} tokens, but alternatives at {len(top.token_ids)} places"
+            )
         # Rounded first, as they are in the log: histories must be the same live and rebuilt from it.
         known = np.exp(logprobs.astype(np.float32))
         probabilities = known if self._weight == "probability" else None
         kept = tokens.astype(np.int32)
         rows = rows_of(kept, known, top) if self._alternatives else None
-        return _Text(kept, probabilities, float(reward), rows)
+        return Text(kept, probabilities, float(reward), rows)
 
     def _changed(self, history: _History) -> None:
         self._revision += 1
         history.revision = self._revision
 
     def _keep_within_bounds(self) -> None:
+        """Drop what is too much.
+
+        Called where the same calls come whatever the thread has built; and what is decided is the same, too.
+        """
         rebuilt: dict[str, _History] = {}  # what lost a visit of those that an automaton was wanted of
-        while self._text_bytes + self._automaton_bytes + self._arena.nbytes > self._max_bytes:
+        while self._too_much(sum(self._largest(history) for history in rebuilt.values())):
             uid = next((uid for uid, history in self._histories.items() if not history.pins), None)
             if uid is None:
                 break
             history = self._histories[uid]
-            if history.automaton is not None or (uid, history.revision) in self._jobs:
+            if history.automaton is not None or history.promised:
                 rebuilt[uid] = history
             self._text_bytes -= sum(text.nbytes for text in history.visits.pop(min(history.visits)))
             self._since["dropped_visits"] += 1
@@ -204,6 +186,24 @@ class HistoryIndex:
                 self._since["dropped_prompts"] += 1
         for uid, history in rebuilt.items():
             self._submit(uid, history)
+
+    def _too_much(self, more: int) -> bool:
+        """Whether responses and automata, those under way and `more` bytes exceed the bound."""
+        known = self._text_bytes + self._arena.nbytes
+        if known > self._max_bytes:
+            return True
+        if known + self._automaton_bytes + self._promised_bytes + more <= self._max_bytes:
+            return False
+        self._finish(lambda uid: True)
+        return self._nbytes + more > self._max_bytes
+
+    @property
+    def _nbytes(self) -> int:
+        return self._text_bytes + self._automaton_bytes + self._arena.nbytes
+
+    def _largest(self, history: _History) -> int:
+        tokens = sum(len(text.tokens) for texts in history.visits.values() for text in texts)
+        return largest_bytes(tokens, self._weight, self._alternatives)
 
     # ---- automata -------------------------------------------------------------------------------------
 
@@ -225,29 +225,39 @@ class HistoryIndex:
         """
         wanted = set(uids)
         self.prepare(wanted)
-        while jobs := [job for job in self._jobs if job[0] in wanted]:
+        self._finish(wanted.__contains__)
+        self._keep_within_bounds()
+
+    def _finish(self, wanted: Callable[[str], bool]) -> None:
+        """Adopt the automata that are being built of the wanted prompts."""
+        while jobs := [job for job in self._jobs if wanted(job[0])]:
             uid, revision = jobs[-1]  # the thread comes to it last
-            if self._jobs[uid, revision].cancel():
+            future, visits = self._jobs[uid, revision]
+            if future.cancel():
                 del self._jobs[uid, revision]
                 history = self._histories.get(uid)
-                if history is not None and history.revision == revision:
-                    self._adopt(uid, revision, _build(self._weight, _visits(history), self._clock))
-                    self._keep_within_bounds()
+                if history is not None and history.built < revision:
+                    here: Future[Built] = Future()
+                    try:
+                        here.set_result(self._builder.build(visits))
+                    except Exception as error:  # noqa: BLE001 -- said in `_adopt`
+                        here.set_exception(error)
+                    self._adopt(uid, revision, here)
             else:
-                wait([self._jobs[uid, revision]])
+                wait([future])
                 self._collect()
 
     def _submit(self, uid: str, history: _History) -> None:
         """Have the thread build this prompt's automaton, unless it is about to."""
-        if (uid, history.revision) in self._jobs:
-            return
-        if self._queue is None:
-            self._queue = SimpleQueue()
-            Thread(target=_work, args=(self._queue,), name="history-index", daemon=True).start()
-            weakref.finalize(self, self._queue.put, None)
-        future: Future[Built] = Future()
-        self._jobs[uid, history.revision] = future
-        self._queue.put((future, _job(self._weight, _visits(history), self._clock)))
+        if (uid, history.revision) not in self._jobs:
+            # Copies, since `add` adds to the lists.
+            visits = [(visit, list(texts)) for visit, texts in sorted(history.visits.items())]
+            self._jobs[uid, history.revision] = _Job(self._builder.submit(visits), visits)
+            self._promise(history, self._largest(history))
+
+    def _promise(self, history: _History, largest: int) -> None:
+        self._promised_bytes += largest - history.promised
+        history.promised = largest
 
     def open(self, uid: str) -> int:
         """A handle of the prompt's newest automaton that is ready, pinned until `close`; -1 if there is none.
@@ -259,13 +269,15 @@ class HistoryIndex:
         history = self._histories.get(uid)
         if history is None or history.automaton is None or not len(history.automaton.token):
             return -1
+        before = self._arena.nbytes
         if history.handle < 0:
             history.handle = self._arena.add(history.automaton)
             self._open[history.handle] = _Open(uid, 0)
         self._open[history.handle].pins += 1
         history.pins += 1
         handle = history.handle
-        self._keep_within_bounds()
+        if self._arena.nbytes > before:
+            self._keep_within_bounds()
         return handle
 
     def close(self, handle: int) -> None:
@@ -302,7 +314,7 @@ class HistoryIndex:
             "prompts": len(self._histories),
             "tokens": sum(len(text.tokens) for text in texts),
             "states": sum(automaton.states for automaton in automata),
-            "bytes": self._text_bytes + self._automaton_bytes + self._arena.nbytes,
+            "bytes": self._nbytes,
         }
         return Tally(sizes | since, {"bytes_per_token": (self._automaton_bytes, built_from)})
 
@@ -311,19 +323,29 @@ class HistoryIndex:
         return self.counts().figures()
 
     def _collect(self) -> None:
-        """Adopt what the thread has built; raise its oldest failure, leaving further ones to the next call."""
-        for (uid, revision), future in list(self._jobs.items()):
+        """Adopt what the thread has built."""
+        for (uid, revision), (future, _) in list(self._jobs.items()):
             if future.done():
                 del self._jobs[uid, revision]
-                self._adopt(uid, revision, future.result())
-                self._keep_within_bounds()
+                self._adopt(uid, revision, future)
 
-    def _adopt(self, uid: str, revision: int, built: Built) -> None:
-        frozen, seconds = built
-        self._since["build_seconds"] += seconds
-        self._since["built_tokens"] += int(frozen.counts[0])
+    def _adopt(self, uid: str, revision: int, future: Future[Built]) -> None:
         history = self._histories.get(uid)
-        if history is not None and history.built < revision:
+        current = history is not None and history.built < revision
+        if history is not None and history.revision == revision:
+            self._promise(history, 0)
+        if error := future.exception():
+            if not self._failed:
+                logger.warning(
+                    "no drafts from what prompt %s said before: %s: %s", uid, type(error).__name__, error
+                )
+                self._failed = True
+            frozen = None
+        else:
+            frozen, seconds = future.result()
+            self._since["build_seconds"] += seconds
+            self._since["built_tokens"] += int(frozen.counts[0])
+        if history is not None and current:
             self._replace(history, frozen)
             history.built = revision
 
@@ -331,65 +353,10 @@ class HistoryIndex:
         self._automaton_bytes -= history.automaton.nbytes if history.automaton is not None else 0
         self._automaton_bytes += automaton.nbytes if automaton is not None else 0
         history.automaton = automaton
+        if automaton is None:
+            self._promise(history, 0)
         history.handle = -1  # an older automaton that is open stays in the arena until it is closed
 
 
 def _zeros() -> dict[str, float]:
     return dict.fromkeys(("build_seconds", "built_tokens", "dropped_visits", "dropped_prompts"), 0)
-
-
-def _visits(history: _History) -> Visits:
-    """A copy that `add` does not change."""
-    return [(visit, list(texts)) for visit, texts in sorted(history.visits.items())]
-
-
-def _job(weight: Weight, visits: Visits, clock: Callable[[], float]) -> Callable[[], Built]:
-    return lambda: _build(weight, visits, clock)
-
-
-def _work(jobs: Jobs) -> None:
-    """The building thread: knows the queue only, so that an index nobody uses any more can go."""
-    while (job := jobs.get()) is not None:
-        future, build = job
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(build())
-        except Exception as error:  # noqa: BLE001 -- raised again in `HistoryIndex._collect`
-            future.set_exception(error)
-
-
-def _build(weight: Weight, visits: Visits, clock: Callable[[], float]) -> Built:
-    started = clock()
-    texts = [text for _, visit in visits for text in visit]
-    tokens = np.concatenate([text.tokens for text in texts])
-    offsets = np.cumsum([0, *(len(text.tokens) for text in texts)])
-    rows = [text.rows for text in texts if text.rows is not None]
-    frozen = freeze(tokens, offsets, _values(weight, visits), join_rows(rows) if rows else None)
-    return frozen, clock() - started
-
-
-def _values(weight: Weight, visits: Visits) -> FloatArray | None:
-    """What each token of the visits' responses weighs, (N,); None if each weighs 1."""
-    if weight == "count":
-        return None
-    texts = [text for _, visit in visits for text in visit]
-    if weight == "probability":
-        known = [text.probabilities for text in texts if text.probabilities is not None]
-        return np.concatenate(known).astype(np.float64)
-    newest = visits[-1][0]
-    if weight == "recency":
-        each = [0.5 ** (newest - visit) for visit, kept in visits for _ in kept]
-    else:
-        each = [w for _, kept in visits for w in reward_weights([t.reward for t in kept]).tolist()]
-    return np.repeat(np.array(each), [len(text.tokens) for text in texts])
-
-
-def reward_weights(rewards: Sequence[float]) -> FloatArray:
-    """exp of the normalised reward, cut at +-2, of each response of a visit; (K,). 1 where there is none."""
-    values = np.array(rewards, np.float64)
-    finite = np.isfinite(values)
-    advantages = np.zeros(len(values))
-    if finite.any() and (std := values[finite].std()) > 0:
-        advantages[finite] = (values[finite] - values[finite].mean()) / std
-    return np.exp(np.clip(advantages, -LARGEST_ADVANTAGE, LARGEST_ADVANTAGE))

@@ -5,7 +5,8 @@ prompt (variance tau^2), e what differs between its responses (sigma^2). The pre
 (empirical Bayes), so that one formula serves a prompt never seen (f alone), one with history, and one some of whose
 present siblings have finished: the more is known of the prompt itself, the less f counts. All is estimated online.
 
-Rebuilt from the log by `load`; there is no other state. Pure logic, no randomness.
+A resumed run rebuilds it from the log (`stretto.drafting.restore_lengths`); there is no other state. Pure logic, no
+randomness.
 """
 
 from __future__ import annotations
@@ -98,10 +99,6 @@ class LengthHistory:
             self._at = (self._at + 1) % RECENT
 
     # ---- what is to be expected ---------------------------------------------------------------------------
-
-    def known(self, prompt: Prompt) -> bool:
-        """Whether the prompt itself has been answered before."""
-        return prompt.uid in self._prompts
 
     def predict(self, prompt: Prompt, siblings: Sequence[int] = ()) -> float | None:
         """Expected tokens of a response; `siblings`: lengths of those that have ended. None: nothing is known."""

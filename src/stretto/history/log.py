@@ -2,7 +2,9 @@
 
 One file holds one step's rollouts, one row each; per-token columns are lists of equal length N. Where the most
 probable tokens of every place are kept, two more columns hold them, K of each: before compression 8 K bytes a token.
-The row's own text and data columns stay in the data set and are found again by `prompt_row`.
+The row's own text and data columns stay in the data set and are found again by `prompt_row`. A response that was
+scored, and then sent back because the weights had moved, is in the file of either step: it is logged each time that it
+is scored, and its length counts each time.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -151,6 +153,27 @@ def read_ended(path: Path) -> list[Ended]:
             for (row, uid, occurrence, visit, reason), ids, length in zip(rows, prompts, lengths, strict=True)
             if reason != FinishReason.NONE
         ]
+
+
+class Answered(NamedTuple):
+    """What a response is one to: the visit of a prompt's row, and the sample of that."""
+
+    uid: str
+    occurrence: int
+    sample_index: int
+    visit: int
+
+
+def read_answered(path: Path) -> list[Answered]:
+    """Of the rollouts in the file `path`, in order, without their other columns.
+
+    Raises StrettoError as `read_rollouts` does.
+    """
+    names = ["prompt_uid", "occurrence", "sample_index", "visit"]
+    with _damage(path):
+        table = _read_table(path, names)
+        columns = (table.column(name).to_pylist() for name in names)
+        return [Answered(*row) for row in zip(*columns, strict=True)]
 
 
 def check_log(path: Path) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 from stretto.config import Config
 from stretto.observe.progress import (
     Eta,
+    drafts,
     duration,
     evaluation_text,
     headline,
@@ -111,7 +112,7 @@ class LiveReporter:
         grid.add_row(
             "tokens/s",
             number(last, "throughput/useful_tokens_per_s", ",.0f"),
-            Text(f"slots idle {number(last, 'rollout/bubble_ratio', '.0%')}", style="dim"),
+            Text(f"slots idle {number(last, 'rollout/bubble_ratio', '.0%')}  {drafts(last)}", style="dim"),
         )
         grid.add_row("time", f"{number(last, 'time/total', '.1f')} s", TimeSplit(time_split(last)))
         return grid

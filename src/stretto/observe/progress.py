@@ -112,12 +112,14 @@ class PlainReporter:
     def step(self, metrics: Mapping[str, Any]) -> None:
         self._eta.add(metrics)
         step, total = metrics["step"], self._total
+        drafted = drafts(metrics)
         split = "  ".join(f"{name} {share:.0%}" for name, share in time_split(metrics).items())
         self._say(
             f"step {step:>{len(str(total))}}/{total}  reward {number(metrics, 'reward/mean', '.3f')}  "
             f"length {number(metrics, 'response_length/mean', '.0f')} "
             f"(p99 {number(metrics, 'response_length/p99', '.0f')})  "
             f"{number(metrics, 'throughput/useful_tokens_per_s', ',.0f')} tokens/s  "
+            f"{drafted and f'({drafted})  '}"
             f"{number(metrics, 'time/total', '.1f')} s ({split})  eta {duration(self._eta.seconds(total - step))}"
         )
 
@@ -180,6 +182,15 @@ def time_split(metrics: Mapping[str, Any]) -> dict[str, float]:
     seconds = {name: float(metrics.get(f"time/{name}") or 0.0) for name in TIME_PARTS}
     total = sum(seconds.values())
     return {name: value / total for name, value in seconds.items()} if total > 0 else {}
+
+
+def drafts(metrics: Mapping[str, Any]) -> str:
+    """What drafts brought in a step; nothing where there were none."""
+    count = metrics.get("spec/drafted")
+    if not count:
+        return ""
+    length = number(metrics, "spec/mean_acceptance_length", ".2f")
+    return f"{length} at a time, {metrics['spec/accepted'] / count:.0%} of drafts right"
 
 
 def number(metrics: Mapping[str, Any], key: str, spec: str) -> str:

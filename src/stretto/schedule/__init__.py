@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, assert_never
 
 from stretto.config import ScheduleConfig
-from stretto.errors import StrettoError
 from stretto.history.lengths import LengthHistory
 from stretto.records import Decision, Event
 from stretto.view import LedgerView
@@ -52,17 +51,16 @@ UNLIMITED = (1 << 31) - 1
 
 def ledger_options(config: ScheduleConfig) -> LedgerOptions:
     """The keyword arguments for the ledger that this schedule runs on."""
-    paced = config.off_policy_strategy == "paced"
     bound = 0 if config.kind in ON_POLICY else config.max_staleness
-    budget = (
-        UNLIMITED if config.kind == "sorted" else 2
-    )  # there the end of a load keeps everybody from starving
+    strategy, budget = config.off_policy_strategy, config.refresh_budget
+    if budget is None:  # in `sorted` the end of a load keeps everybody from starving
+        budget = UNLIMITED if config.kind == "sorted" else 2
     return {
         "unit": config.unit,
-        "max_staleness": None if paced else bound,
-        "strategy": "refresh" if config.off_policy_strategy == "paced" else config.off_policy_strategy,
+        "max_staleness": None if strategy == "paced" else bound,
+        "strategy": "refresh" if strategy == "paced" else strategy,
         "batch": config.prompts * config.samples,
-        "refresh_budget": config.refresh_budget if config.refresh_budget is not None else budget,
+        "refresh_budget": budget,
     }
 
 
@@ -106,4 +104,5 @@ def make_schedule(config: ScheduleConfig, lengths: LengthHistory | None = None) 
             from stretto.schedule.elastic import Elastic
 
             return Elastic(config)
-    raise StrettoError(f'schedule.kind = "{config.kind}" is not there yet; use "synchronous" or "async"')
+        case _:
+            assert_never(config.kind)

@@ -9,7 +9,8 @@ in the way, which come back as its draft; with "drop" whole groups, for the reas
 groups whose rewards are all equal.
 Staleness gate: the ledger's, at `max_staleness`. "paced" is AReaL's own: no more than (max_staleness + 1) batches that
 are not trained on yet are let in, which bounds how far generation runs ahead on average, not how stale a straggler
-gets; the metrics report what it was. Without a `max_staleness` there is neither: what fits the slots is let in.
+gets; the metrics report what it was. Without a `max_staleness` there is neither: what fits the slots is let in, as long
+as rewards and learner follow (less than an update's responses wait for rewards, less than two updates for the learner).
 Offers the same distribution: which weights sampled a token depends on timing. Favours short responses in early updates.
 """
 
@@ -33,6 +34,8 @@ from stretto.schedule.batches import (
 from stretto.schedule.placement import FreeSlots, LongestFirst, behind, fill, publish_cause
 from stretto.view import LedgerView
 
+NOTHING = Gate()
+
 
 class Async:
     """Knobs: `prompts`, `samples`, `unit`, `max_staleness` (eta), `off_policy_strategy`, `refresh_budget`, `running`,
@@ -44,58 +47,64 @@ class Async:
     def __init__(self, config: ScheduleConfig, lengths: LengthHistory) -> None:
         self.config = config
         self.order = LongestFirst(lengths) if config.longest_first else None
+        self.size = config.prompts * (config.samples if config.unit == "response" else 1)  # of an update
         self.free = FreeSlots()
         self.zero_variance = ZeroVariance(config)
         self._asked = (-1, 0)  # a group that the gate waits for, and its unfinished members then
 
     def decide(self, view: LedgerView, events: Sequence[Event]) -> list[Decision]:
         self.free.watch(events)
+        if self.order is not None:
+            self.order.admitted(view, events)
         if not view.slots:
             return []
         decisions: list[Decision] = []
         if publish_cause(events) and (late := behind(view)):
             decisions.append(Publish(late, self.config.running))
-        if self.order is not None:
-            self.order.admitted(view, events)
         dropped = self.zero_variance.useless(view, events)
         if dropped:
             decisions.append(Discard(members_of(view, dropped), "zero_variance"))
-        batch, gate = self._batch(view, dropped) if not view.updating else ([], Gate())
-        if batch:
-            decisions.append(Harvest(batch))
-        gone = len(batch) + sum(len(view.members(group)) for group in dropped)
-        # What the gate takes the tokens of is started when it has lost them.
-        leaving = {view.group_of(i) for i in gate.in_the_way} if batch else set()
-        updating = view.updating or bool(batch)
-        if view.max_staleness == 0 and updating:
+        gone = sum(len(view.members(group)) for group in dropped) if dropped else 0
+        updating, leaving = view.updating, set[int]()
+        if not updating:
+            batch, gate = self._batch(view, dropped)
+            if batch:
+                decisions.append(Harvest(batch))
+                gone += len(batch)
+                updating = True
+                # What the gate takes the tokens of is started when it has lost them.
+                leaving = {view.group_of(i) for i in gate.in_the_way}
+        if updating and view.max_staleness == 0:
             return decisions  # what began before the update has ended could not be trained on
-        if not self.free.any or not (view.waiting or self._admissible(view, view.alive - gone, updating) > 0):
+        waiting = len(view.waiting)
+        if not self.free.any or not (waiting or self._admissible(view, view.alive - gone, updating) > 0):
             return decisions
         room = self.free.room(view)
+        if not room:
+            return decisions
         free = sum(room.values())
-        if free > len(view.waiting):
+        if free > waiting:
             decisions += self._admit(view, free, view.alive - gone, updating)
-        return decisions + self._start(view, room, free, leaving)
+        if waiting:
+            decisions += self._start(view, room, free, leaving)
+        return decisions
 
     def _batch(self, view: LedgerView, dropped: Sequence[int]) -> tuple[list[int], Gate]:
         """An update batch that the gate lets pass, if there is one, and what the gate does to the rest."""
-        config, responses = self.config, view.unit == "response"
+        responses, size, tokens = view.unit == "response", self.size, self.config.tokens_per_update
         ready = len(view.scored) if responses else len(view.ready_groups) - len(dropped)
-        size, tokens = (
-            config.prompts * config.samples if responses else config.prompts,
-            config.tokens_per_update,
-        )
+        if ready < (1 if tokens else size):
+            return [], NOTHING
         group, unfinished = self._asked
-        waits = group in view.alive_groups and view.unfinished(group) == unfinished
-        if waits or ready < (1 if tokens else size):
-            return [], Gate()
+        if group in view.alive_groups and view.unfinished(group) == unfinished:
+            return [], NOTHING  # it still waits
         if responses:
             found = next_responses(view, view.oldest_first(list(view.scored)), size, tokens)
         else:
             groups = [group for group in oldest_groups(view) if group not in dropped]
             found = next_batch(view, groups, size, tokens)
         batch = found or []
-        gate = view.gate(batch) if batch else Gate()
+        gate = view.gate(batch) if batch else NOTHING
         group = view.group_of(gate.blocked[0]) if gate.blocked else -1
         self._asked = (group, view.unfinished(group))
         return ([] if gate.blocked else batch), gate
@@ -106,8 +115,6 @@ class Async:
         """Fill the `free` slots. Requests wait in the ledger, not in an engine's queue: there they can still be placed
         anywhere.
         """
-        if not free or not view.waiting:
-            return []
         if self.order is not None:
             return fill(view, self.order.take(view, free, leaving), room)
         first = islice(view.waiting, free)
@@ -117,8 +124,19 @@ class Async:
         """Groups for slots that would be free otherwise, as far as pacing and the concurrency limit let them in."""
         groups = self._admissible(view, alive, updating)
         if self.config.max_staleness is None:
+            if self._too_far_ahead(view, updating):
+                return []
             groups = min(groups, -(-(free - len(view.waiting)) // self.config.samples))
         return [Admit(groups, self.config.samples)] if groups > 0 else []
+
+    def _too_far_ahead(self, view: LedgerView, updating: bool) -> bool:
+        """Whether rewards or the learner come so late that without pacing ever more responses would pile up."""
+        config, in_flight = self.config, self.free.in_flight(view)
+        unanswered = view.alive - len(view.scored) - len(view.waiting) - in_flight
+        ready = len(view.scored) if config.unit == "response" else len(view.ready_groups)
+        batches = 2 if view.updating else 3  # what has just been taken is still among them
+        late = updating and ready >= batches * self.size
+        return late or unanswered >= config.prompts * config.samples
 
     def _admissible(self, view: LedgerView, alive: int, updating: bool) -> int:
         """Groups that pacing and the concurrency limit let in now."""

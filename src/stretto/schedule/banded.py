@@ -42,13 +42,14 @@ class BandedBatch:
     def remove(self, group: int) -> None:
         """It has been given up, or goes elsewhere."""
         self.groups.pop(group, None)
+        self.band.pop(group, None)
         self.ready.discard(group)
         self.deferred.discard(group)
 
     def lay_out(self, view: LedgerView, widths: Sequence[int]) -> None:
         """Cut it into bands on the workers that are there, and queue what waits, the longest first."""
         groups = list(self.groups)
-        self.workers = bands.line(widths, sorted(view.slots), self.step + 1)
+        self.workers = bands.line(widths, view.line(), self.step + 1)
         self._place = {worker: band for band, part in enumerate(self.workers) for worker in part}
         self.band, self.queues, self.size, self.left = {}, [], [], []
         for band, part in enumerate(self._cut(len(widths))):

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 import numpy as np
 
 from stretto.config import ScheduleConfig
+from stretto.errors import StrettoError
 from stretto.gate import Gate
 from stretto.records import Event, IntArray, Scored, State, WorkerUp
 from stretto.view import LedgerView
@@ -33,23 +34,54 @@ def just_ready_but_useless(view: LedgerView, events: Sequence[Event]) -> list[in
     return [group for group in groups if group in view.ready_groups and not usable(view, group, True)]
 
 
+class Fruitless:
+    """Ends a run in which nothing can be learned (verl: `filter_groups.max_num_gen_batches`): so many batches' worth of
+    groups were given up for their equal rewards since the last update.
+    """
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._batches = config.max_num_gen_batches
+        self._prompts = config.prompts
+        self._version = 0
+        self._groups = 0
+
+    def count(self, view: LedgerView, groups: int) -> None:
+        """So many more are given up. Raises StrettoError when it is enough."""
+        if view.version != self._version:
+            self._version, self._groups = view.version, 0
+        self._groups += groups
+        if self._batches is not None and self._groups >= self._batches * self._prompts:
+            raise StrettoError(
+                f"schedule.drop_zero_variance: since update {view.version}, {self._groups} groups were given up, since "
+                f"all their rewards are equal: {self._batches} times what an update takes "
+                "(schedule.max_num_gen_batches): the reward does not tell responses apart, or the prompts are too hard "
+                "or too easy; look at the rewards (`stretto show`), use other prompts or more schedule.samples, or set "
+                'schedule.max_num_gen_batches = "none"'
+            )
+
+
 class ZeroVariance:
     """Finds groups that teach nothing (dynamic sampling), each once, when they get ready."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self.drop = config.drop_zero_variance
+        self.fruitless = Fruitless(config)
         self._first = True
 
     def useless(self, view: LedgerView, events: Sequence[Event]) -> list[int]:
         """Those that have become ready with these events. At first (perhaps of a resumed run), and when a worker has
-        come up (perhaps the only one, and nobody has looked before), all that are.
+        come up (perhaps the only one, and nobody has looked before), all that are. StrettoError: see `Fruitless`.
         """
         if not self.drop:
             return []
         first, self._first = self._first, False
         if first or any(isinstance(event, WorkerUp) for event in events):
-            return [group for group in view.ready_groups if not usable(view, group, True)]
-        return just_ready_but_useless(view, events)
+            found = [group for group in view.ready_groups if not usable(view, group, True)]
+        else:
+            found = just_ready_but_useless(view, events)
+        if found:
+            self.fruitless.count(view, len(found))
+        return found
 
 
 def members_of(view: LedgerView, groups: Iterable[int]) -> list[int]:
@@ -99,6 +131,9 @@ def next_responses(
     return list(ids[: enough + 1]) if enough < len(ids) else None
 
 
+NOT_SEEN = (-1, 0, -1)
+
+
 class Closing:
     """Closes update batches: enough of what is scored, where the gate consents.
 
@@ -111,7 +146,7 @@ class Closing:
         self.config = config
         self.shortest_first = shortest_first
         self.gate = Gate()
-        self._few = (0, -1)  # so many were ready, this one last, and they were not enough
+        self._few = NOT_SEEN  # what was ready at this version, so many and this one last, was not enough
         self.patient = config.off_policy_strategy == "wait" or config.refresh_budget == 0
 
     def batch(self, view: LedgerView, without: Container[int] = (), *, rest: bool = False) -> list[int]:
@@ -125,10 +160,10 @@ class Closing:
         size = self.config.prompts * (self.config.samples if responses else 1)
         if len(ready) < (size if wanted is None and not rest else 1):
             return []
-        seen = len(ready), next(reversed(ready), -1)  # type: ignore[call-overload]  # of a dict
+        seen = view.version, len(ready), next(reversed(ready), -1)  # type: ignore[call-overload]  # of a dict
         if seen == self._few and not rest:
             return []
-        self._few = (0, -1)
+        self._few = NOT_SEEN
         units = [[i] for i in ready] if responses else [view.members(g) for g in ready if g not in without]
         order, tokens = self._order(view, units)
         if wanted is not None:

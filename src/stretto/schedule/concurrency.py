@@ -10,8 +10,9 @@ only, all at once; an update takes the first `prompts` groups, and the rest is r
 
 What is dropped: groups whose rewards are all equal under `drop_zero_variance` (the next are let in), and what the
 ledger's staleness gate asks for at `max_staleness` and `off_policy_strategy`; the published form has no bound (none).
-While an update waits, as the gate may ask, nobody is let in: what ends meanwhile could grow without bound. Under
-"wait" no more is begun than (max_staleness + 1) updates need.
+While an update waits, as the gate may ask, nobody is let in: what ends meanwhile could grow without bound. Nor while
+rewards are so late that, besides the pool, as many responses as an update takes have none. Under "wait" no more is
+begun than (max_staleness + 1) updates need.
 Offers the same distribution: harvest sets depend on timing. Each update favours short groups, the more the larger the
 pool is; what is long is trained on later, not less.
 """
@@ -62,17 +63,18 @@ class Concurrency:
         return decisions + self._go_on(view, len(gone))
 
     def _go_on(self, view: LedgerView, gone: int) -> list[Decision]:
-        config, pool = self.config, self.config.concurrency
+        config = self.config
         limits = [limit for limit in (self.closing.room(view, gone), self._pool(view)) if limit is not None]
         room = self.free.room(view, newest=True, enough=min(limits, default=None))
         wanted = max(0, min([sum(room.values()), *limits]))
         decisions: list[Decision] = []
         decisions += fill(view, self.closing.startable(view, False), room, wanted)
-        missing = wanted - len(view.waiting)
+        pool = config.concurrency or sum(view.slots.values())
+        unfinished = view.alive - len(view.scored)
+        missing = min(wanted - len(view.waiting), pool + config.prompts * config.samples - unfinished)
         if not config.refill:
-            unfinished = view.alive - len(view.scored)
             let_in, self._let_in = self._let_in and unfinished > 0, True
-            missing = 0 if let_in else (pool or sum(view.slots.values())) - unfinished
+            missing = 0 if let_in else pool - unfinished
         if missing > 0 and not self.closing.gate.blocked:
             decisions.append(Admit(-(-missing // config.samples), config.samples))
         return decisions

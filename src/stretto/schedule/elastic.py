@@ -83,17 +83,17 @@ class Elastic:
         if not (view.updating and self.ahead == 0):
             room = self.free.room(view, newest=True)
             if not self._local_open(view):
-                room = {worker: slots for worker, slots in room.items() if not self._is_local(worker)}
+                room = {worker: slots for worker, slots in room.items() if not self._is_local(view, worker)}
             decisions += fill(view, view.waiting, room)
         return decisions + self._admit(view, gone)
 
     # ---- windows --------------------------------------------------------------------------------------------
 
-    def _is_local(self, worker: int) -> bool:
-        return worker < self.config.local_workers
+    def _is_local(self, view: LedgerView, worker: int) -> bool:
+        return view.places[worker] < self.config.local_workers
 
     def _remote(self, view: LedgerView) -> int:
-        return sum(not self._is_local(worker) for worker in view.slots)
+        return sum(not self._is_local(view, worker) for worker in view.slots)
 
     def _local_open(self, view: LedgerView) -> bool:
         """Whether the trainer's devices generate now."""
@@ -112,7 +112,7 @@ class Elastic:
         return [] if self._local_open(view) else self._stop_local(view)
 
     def _stop_local(self, view: LedgerView) -> list[Decision]:
-        local = [worker for worker in view.slots if self._is_local(worker)]
+        local = [worker for worker in view.slots if self._is_local(view, worker)]
         running = [i for worker in local for i in view.running(worker)]
         return [Stop(running, keep=True)] if running else []
 

@@ -20,7 +20,7 @@ response; deferral makes the longest a step late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import Any
 
@@ -34,6 +34,7 @@ from stretto.records import (
     Event,
     Finished,
     Harvest,
+    Leapt,
     Loaded,
     Observed,
     Progress,
@@ -86,6 +87,7 @@ class HistoPipe:
 
     def decide(self, view: LedgerView, events: Sequence[Event]) -> list[Decision]:
         if not view.slots:
+            self._stale = True  # what happens meanwhile is read from the ledger when a worker has come up
             return []
         useless = self._see(view, events)
         decisions = [*self._replace(view, useless)] if useless else []
@@ -108,7 +110,7 @@ class HistoPipe:
             self._resume(view)
         for event in events:
             match event:
-                case Progress():
+                case Leapt() | Progress():
                     pass
                 case Scored():
                     self._scored(view, event.id)
@@ -136,12 +138,13 @@ class HistoPipe:
             for request_id in returned:
                 if request_id not in self._moves:
                     self._touched.update(self.batch_of[view.group_of(request_id)].put_back(view, request_id))
-        if admitted:
-            self._take_in(view, admitted)
+            if admitted:
+                self._take_in(view, dict.fromkeys(view.groups_of(admitted).tolist()))
         return [group for group in self._zero_variance.useless(view, events) if group in self.batch_of]
 
-    def _take_in(self, view: LedgerView, ids: Sequence[int]) -> None:
-        groups = list(dict.fromkeys(view.groups_of(ids).tolist()))
+    def _take_in(self, view: LedgerView, arrived: Iterable[int]) -> None:
+        """Put groups into the batches that they were asked for, in order of admission; those known already stay."""
+        groups = [group for group in arrived if group not in self.batch_of]
         while groups:
             step, count = self._expected.popleft() if self._expected else (self._next_step - 1, len(groups))
             self._enter(view, step, groups[:count])
@@ -181,11 +184,13 @@ class HistoPipe:
         for group in [group for group in self.batch_of if group not in view.alive_groups]:
             self.batch_of.pop(group).remove(group)
         self._moves = {i: w for i, w in self._moves.items() if i not in view.waiting and w in view.slots}
+        self._blocked.difference_update(view.scored)
         for batch in self.batches:
             self._lay_out(view, batch)
+        self._take_in(view, view.alive_groups)
 
     def _lay_out(self, view: LedgerView, batch: BandedBatch) -> None:
-        line = sorted(view.slots)
+        line = view.line()
         number = bands.number(self.config.bands, max(1, len(batch.groups)), len(line))
         widths, there = self._widths
         ascending = (
@@ -314,7 +319,8 @@ class HistoPipe:
     def _treat_outliers(self, view: LedgerView, events: Sequence[Event]) -> Iterator[Decision]:
         if not self._tail:
             return
-        reported = {i for e in events if isinstance(e, Progress) for i in e.ids.tolist()}
+        reported = {e.id for e in events if isinstance(e, Leapt)}
+        reported.update(i for e in events if isinstance(e, Progress) for i in e.ids.tolist())
         for request_id in sorted(reported & self._tail.keys()):
             if view.state(request_id) != State.RUNNING or view.length(request_id) <= self._tail[request_id]:
                 continue
@@ -369,9 +375,6 @@ class HistoPipe:
             self._enter(view, step, [group for group in groups if group in view.alive_groups])
             self.batches[-1].deferred.update(group for group in deferred if group in self.batch_of)
         self._resumed = None
-        arrived = [group for group in view.alive_groups if group not in self.batch_of]
-        if arrived:
-            self._take_in(view, members_of(view, arrived))
 
     def metrics(self) -> dict[str, float]:
         figures = {"schedule/migrated": float(self._migrated), "schedule/deferred": float(self._deferred)}

@@ -9,12 +9,24 @@ from itertools import islice
 import numpy as np
 
 from stretto.history.lengths import LengthHistory
-from stretto.records import Admitted, Event, Finished, Loaded, Start, Stopped, Updated, WorkerDown, WorkerUp
+from stretto.records import (
+    Admitted,
+    Event,
+    Finished,
+    Loaded,
+    Start,
+    State,
+    Stopped,
+    Updated,
+    WorkerDown,
+    WorkerUp,
+)
 from stretto.view import LedgerView
 
-NEW_WEIGHTS = (Updated, WorkerUp)
-ROOM = (Finished, Stopped, Loaded, WorkerUp, WorkerDown)
+NEW_WEIGHTS = frozenset((Updated, WorkerUp))
+ROOM = frozenset((Finished, Stopped, Loaded, WorkerUp, WorkerDown))
 """Events after which there may be weights to publish, and room."""
+ENDED = (State.FINISHED, State.SCORED)
 
 
 def spread_groups(
@@ -31,21 +43,32 @@ def spread_groups(
         by_group.setdefault(view.group_of(request_id), []).append(request_id)
     predicted = predicted or {}
     mean = sum(predicted.values()) / len(predicted) if predicted else 1.0
-    load = {worker: mean * view.num_running(worker) for worker in view.slots}
+    slots = view.slots
+    load = {worker: mean * view.num_running(worker) for worker in slots}
+    heap = [(work / slots[worker], worker) for worker, work in load.items()]
+    heapq.heapify(heap)
     starts: dict[int, list[int]] = {}
     for group, members in by_group.items():
-        worker = min(load, key=lambda w: (load[w] / view.slots[w], w))
+        worker = heap[0][1]
         load[worker] += predicted.get(group, mean) * len(members)
+        heapq.heapreplace(heap, (load[worker] / slots[worker], worker))
         starts.setdefault(worker, []).extend(members)
     return [Start(members, worker) for worker, members in starts.items()]
 
 
 def predict_groups(view: LedgerView, groups: Iterable[int], lengths: LengthHistory) -> dict[int, float]:
-    """Predicted tokens of a response, by group; a prompt that was never answered gets the mean of the others."""
-    found = {group: lengths.predict(view.prompt(group)) for group in groups}
+    """Predicted tokens of a response, by group: from earlier visits, and siblings that have ended. A prompt that was
+    never answered gets the mean of the others.
+    """
+    found = {group: lengths.predict(view.prompt(group), ended_lengths(view, group)) for group in groups}
     known = [length for length in found.values() if length is not None]
     mean = sum(known) / len(known) if known else 1.0
     return {group: mean if length is None else length for group, length in found.items()}
+
+
+def ended_lengths(view: LedgerView, group: int) -> list[int]:
+    """How long those of a group are that have ended."""
+    return [view.length(i) for i in view.members(group) if view.state(i) in ENDED]
 
 
 def longest_first(view: LedgerView, ids: Iterable[int], lengths: LengthHistory) -> list[Start]:
@@ -109,7 +132,7 @@ class LongestFirst:
 def publish_cause(events: Sequence[Event]) -> bool:
     """Whether weights should be published now: once per update, and once when a worker has come up."""
     for event in events:  # noqa: SIM110 - asked at every turn, and `any` takes three times as long
-        if isinstance(event, NEW_WEIGHTS):
+        if type(event) in NEW_WEIGHTS:
             return True
     return False
 
@@ -129,13 +152,14 @@ class FreeSlots:
 
     def watch(self, events: Sequence[Event]) -> None:
         """Take note of who has let go of something, or has come up."""
-        self._recent = {}
+        recent: dict[int, None] = {}
+        self._recent = recent
         for event in events:
-            if isinstance(event, ROOM):
-                self._recent[event.worker] = None
-        if self._recent:
-            self._workers.update(self._recent)
-            self._changed.update(self._recent)
+            if type(event) in ROOM:
+                recent[event.worker] = None  # type: ignore[union-attr]
+        if recent:
+            self._workers.update(recent)
+            self._changed.update(recent)
 
     @property
     def any(self) -> bool:
@@ -162,7 +186,8 @@ class FreeSlots:
                 room = slots[worker] - view.num_running(worker)
                 if room > 0:
                     free[worker] = room
-        self._changed.update(free)
+        if free:
+            self._changed.update(free)
         return free
 
     def in_flight(self, view: LedgerView) -> int:

@@ -6,8 +6,9 @@ A load of `load_prompts` x `prompts` prompts is taken in at once and nothing new
 Harvest unit: whole groups, or single responses (the paper's, with a baseline that needs no siblings). An update closes
 as soon as `prompts` groups (or as many responses, or `tokens_per_update`) are scored; where more are, the oldest
 versions go first, then what was refreshed most, then the shortest. Successive updates of a load get longer: the
-micro-curriculum, to be seen in `schedule/harvest_of_load` and `schedule/harvest_length_mean`. (Within an update the
-ledger's canonical order stands.)
+micro-curriculum, to be seen in `schedule/harvest_of_load` and `schedule/harvest_length_mean`. Sorting decides what an
+update takes; inside it the ledger's canonical order stands, for an update is one optimiser step on all of it
+(docs/decisions/0006).
 The last harvest of a load takes what is left and waits for all of it; else nobody waits.
 
 What is dropped, and the staleness gate: the ledger's, at `max_staleness`. 0 is the paper's fully on-policy mode: at a
@@ -50,6 +51,9 @@ from stretto.schedule.batches import Closing, ZeroVariance, members_of
 from stretto.schedule.placement import FreeSlots, behind, fill, publish_cause
 from stretto.view import LedgerView
 
+LEAVING = frozenset((Stopped, Finished, Observed))
+"""Events after which a request may wait again."""
+
 
 class FewestRefreshes:
     """What waits: first what has tokens, then what was refreshed least often, then in order of admission."""
@@ -64,8 +68,9 @@ class FewestRefreshes:
         for event in events:
             if isinstance(event, Admitted):
                 self._queue(view, range(event.first, event.first + event.count))
-            elif isinstance(event, (Stopped, Finished, Observed)) and event.id in view.waiting:
-                self._queue(view, [event.id])
+            elif type(event) in LEAVING:
+                if event.id in view.waiting:  # type: ignore[union-attr]
+                    self._queue(view, [event.id])  # type: ignore[union-attr]
             elif isinstance(event, (Updated, WorkerDown)):
                 self._complete = False
         if not self._complete:
@@ -134,8 +139,10 @@ class Sorted:
             decisions.append(Admit(config.load_prompts * config.prompts, config.samples))
         if not view.waiting:
             return decisions
-        waiting = self.closing.startable(view, bool(batch), self.order.take(view))
         room = self.free.room(view, newest=self.on_policy)
+        if not room:
+            return decisions
+        waiting = self.closing.startable(view, bool(batch), self.order.take(view))
         return decisions + fill(view, waiting, room, self.closing.room(view, len(batch)))
 
     def _note(self, view: LedgerView, batch: Sequence[int]) -> None:

@@ -15,7 +15,8 @@ Nothing is split as long as all predictions are the same.
 What is dropped: groups without reward variance under `drop_zero_variance`, which are replaced; with `tokens_per_update`
 the tokens of what is left when enough are there: it is refreshed and comes first in the next update.
 Staleness gate: max_staleness 0, always (the paper's asynchronous form is `async`'s business).
-Offers the same tokens, and the same run up to the order in which gradients are added. Favours no response.
+Offers the same tokens, and the same run up to the order in which gradients are added; under `tokens_per_update` only
+the tokens: which groups an update takes depends on timing then, and favours short ones. Otherwise it favours none.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Stream:
         groups = view.groups_of(ids).tolist() if ids else []
         predicted = predict_groups(view, dict.fromkeys(groups), self.lengths)
         lengths = np.array([predicted[group] for group in groups])
-        workers = sorted(view.slots)
+        workers = view.line()
         self.long_workers, self._threshold = 0, float("inf")
         if len(workers) > 1 and lengths.size and lengths.min() < lengths.max():
             threshold = float(np.quantile(lengths, 1 - self.config.long_share, method="higher"))

@@ -15,7 +15,7 @@ from typing import Any
 from stretto.config import ScheduleConfig
 from stretto.history.lengths import LengthHistory
 from stretto.records import Admit, Decision, Discard, Event, Harvest, Publish
-from stretto.schedule.batches import just_ready_but_useless, members_of, usable
+from stretto.schedule.batches import Fruitless, just_ready_but_useless, members_of, usable
 from stretto.schedule.placement import behind, longest_first, publish_cause, spread_groups
 from stretto.view import LedgerView
 
@@ -30,6 +30,7 @@ class Synchronous:
     def __init__(self, config: ScheduleConfig, lengths: LengthHistory) -> None:
         self.config = config
         self.lengths = lengths
+        self.fruitless = Fruitless(config)
         self._late = False  # whether workers had old weights, when it was last looked
 
     def decide(self, view: LedgerView, events: Sequence[Event]) -> list[Decision]:
@@ -44,6 +45,8 @@ class Synchronous:
         useless = just_ready_but_useless(view, events) if self.config.drop_zero_variance else []
         if len(view.scored) == view.alive and self.config.drop_zero_variance:
             useless = [group for group in view.ready_groups if not usable(view, group, True)]
+        if useless:
+            self.fruitless.count(view, len(useless))
         missing = self.config.prompts - len(view.alive_groups) + len(useless)
         gone = members_of(view, useless)
         decisions: list[Decision] = [Discard(gone, "zero_variance")] if gone else []

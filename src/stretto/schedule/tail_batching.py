@@ -41,7 +41,7 @@ from stretto.records import (
     Stopped,
     WorkerDown,
 )
-from stretto.schedule.batches import differ
+from stretto.schedule.batches import Fruitless, differ
 from stretto.schedule.placement import FreeSlots, behind, fill, publish_cause
 from stretto.view import LedgerView
 
@@ -58,6 +58,7 @@ class TailBatching:
         self.launched = ceil(config.prompts * config.max_prompts_ratio - 1e-9)
         self.responses = config.max_num_return_sequences or ceil(1.25 * config.samples - 1e-9)
         self.free = FreeSlots()
+        self.fruitless = Fruitless(config)
         self.long = False
         self.round: dict[int, None] | None = None  # groups of the round at hand
         self._kept: dict[
@@ -156,6 +157,7 @@ class TailBatching:
                 self._kept[group] = kept
         decisions: list[Decision] = [Discard(surplus, "overlaunch")] if surplus else []
         if useless:
+            self.fruitless.count(view, len(useless))
             decisions.append(Discard([i for kept in useless.values() for i in kept], "zero_variance"))
             decisions += self._more(view, len(useless))
             for group in useless:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,7 @@ from stretto.simulate.world import Cluster, Drafting, SimulatedWorld
 
 NUMBERS = ("base", "per_token", "per_context", "per_prefill", "train_base", "train_per_token", "sync")
 SHIPPED = "reasoning"
+MOST_FAILURES = 1_000_000
 HORIZON = 30 * 24 * 3600.0  # seconds for which random failures are drawn
 
 
@@ -72,10 +74,18 @@ def _trace(folder: Path, name: str) -> Path:
 
 
 def cluster_of(section: ClusterSection, cost: CostSection, seed: int) -> Cluster:
-    """A cluster, its random failures drawn."""
+    """A cluster, its random failures drawn. Raises StrettoError where they are too many."""
     arrivals = [(when, int(worker)) for when, worker in section.arrivals]
     failures = [(when, int(worker)) for when, worker in section.failures]
     if section.failure_every is not None:
+        expected = section.workers * HORIZON / (section.failure_every + section.repair_seconds)
+        if expected > MOST_FAILURES:
+            least = section.workers * HORIZON / MOST_FAILURES - section.repair_seconds
+            raise StrettoError(
+                f"cluster.failure_every = {section.failure_every:g} with repair_seconds = {section.repair_seconds:g}: "
+                f"about {expected:.3g} failures of {section.workers} workers in 30 days; at most {MOST_FAILURES:,} are "
+                f"simulated: use at least failure_every = {math.ceil(least)}"
+            )
         random = np.random.default_rng([seed, 1])
         for worker in range(section.workers):
             now = random.exponential(section.failure_every)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.engine.responses import Span
+from stretto.errors import StrettoError
 from stretto.simulate.build import world_of
 from stretto.simulate.figures import figures
 from stretto.simulate.scenario import Candidate, Scenario
@@ -26,7 +30,12 @@ def simulate(scenario: Scenario, told: Callable[[str], None], charts: Path | Non
     """Every candidate's figures, by name; `told` hears whose turn it is.
 
     `charts` is a folder for `NAME.trace.json` of each and one `gantt.html` of all.
+
+    Raises StrettoError if the charts cannot be written there, before anything is simulated; and for what a candidate
+    cannot do.
     """
+    if charts is not None:
+        _make_folder(charts)
     results: dict[str, Any] = {}
     drawn = []
     for candidate in scenario.candidates:
@@ -44,11 +53,22 @@ def simulate(scenario: Scenario, told: Callable[[str], None], charts: Path | Non
 def run_candidate(
     scenario: Scenario, candidate: Candidate, spans: list[Span] | None = None
 ) -> tuple[dict[str, Any], SimulatedWorld]:
-    """One candidate's figures, and the world that gave them."""
+    """One candidate's figures, and the world that gave them.
+
+    Raises StrettoError if its workers fail and none comes back.
+    """
     world = world_of(scenario, candidate, spans)
     began = time.process_time()
     with _without_collector():
-        world.run(candidate.steps)
+        try:
+            world.run(candidate.steps)
+        except RuntimeError as error:  # nothing can happen any more
+            if any(engine.alive for engine in world.fleet.engines):
+                raise
+            raise StrettoError(
+                f'schedule "{candidate.name}": cluster.failures: no worker is left after {world.runtime.time:g} s, '
+                f"with {len(world.updates)} of {candidate.steps} updates made; add cluster.arrivals"
+            ) from error
     spent = time.process_time() - began
     found = figures(
         world,
@@ -76,17 +96,43 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
+def _make_folder(folder: Path) -> None:
+    from stretto.atomic import disk_errors
+
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def file_names(names: Sequence[str]) -> list[str]:
+    """A name for the files of each: odd characters replaced, and numbered where two would be the same.
+
+    Capitals make no difference: on some file systems they are none.
+    """
+    found: list[str] = []
+    for name in names:
+        plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in name.lstrip("."))[:50] or "_"
+        taken = {other.casefold() for other in found}
+        numbered = (f"{plain}-{number}" for number in itertools.count(2))
+        found.append(next(n for n in itertools.chain([plain], numbered) if n.casefold() not in taken))
+    return found
+
+
 def _write(
     folder: Path, drawn: Sequence[tuple[str, Sequence[Span], Sequence[tuple[float, float]], int]]
 ) -> None:
     from stretto.atomic import write_atomically
     from stretto.simulate.chart import page, trace
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, spans, trainings, _ in drawn:
-        plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-        write_atomically(folder / f"{plain}.trace.json", trace(spans, trainings).encode())
+    files = file_names([name for name, *_ in drawn])
+    for file, (_, spans, trainings, _) in zip(files, drawn, strict=True):
+        write_atomically(folder / f"{file}.trace.json", trace(spans, trainings).encode())
     write_atomically(folder / "gantt.html", page("stretto simulate", drawn).encode())
+
+
+def _percent(share: float) -> str:
+    return f"{round(share, 3) + 0.0:.1%}"  # but for rounding below 0: not "-0.0%"
 
 
 def as_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -109,8 +155,8 @@ def as_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{found['useful_tokens_per_s'] / first:.2f}x",
             f"{found['discarded_tokens_per_s']:,.0f}",
             f"{found['reverified_tokens_per_s']:,.0f}",
-            f"{found['slot_idle']:.1%}",
-            f"{found['device_idle']:.1%}",
+            _percent(found["slot_idle"]),
+            _percent(found["device_idle"]),
             f"{found['staleness_mean']:.2f} / {found['staleness_max']}",
         )
     costs = [found["simulation_us_per_response"] for found in results.values()]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from stretto.config import ScheduleConfig
+from stretto.config import ScheduleConfig, idle
 from stretto.config.base import Section
 from stretto.config.keys import Key, shown
 from stretto.errors import StrettoError, nearest
@@ -21,28 +21,30 @@ from stretto.errors import StrettoError, nearest
 Place = Callable[[str], str]
 SectionT = TypeVar("SectionT", bound=Section)
 HEADER = re.compile(r"\s*(\[\[?)\s*([\w.\"'\s-]+?)\s*\]\]?\s*(?:#.*)?$")
+STEPS, PLACES = 1_000_000, 1 << 22
+SECONDS, SIGMA = 1e6, 20.0  # numbers beyond are slips: nothing would come of them
 ASSIGNMENT = re.compile(r"""\s*([\w."'\s-]+?)\s*=""")
 
 
 class RunSection(Section):
     """How long to simulate."""
 
-    steps: int = Field(default=10, ge=1)
+    steps: int = Field(default=10, ge=1, le=STEPS)
     """Updates."""
     warmup: int = Field(default=1, ge=0)
     """Updates that the figures leave out: the first has no other before it."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the workload."""
 
 
 class ClusterSection(Section):
     """Where it runs."""
 
-    workers: int = Field(default=8, ge=1)
+    workers: int = Field(default=8, ge=1, le=65536)
     """Engines."""
-    slots: int = Field(default=64, ge=1)
+    slots: int = Field(default=64, ge=1, le=65536)
     """Responses at a time in each."""
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=65536)
     """GPUs of each."""
     trainer: Literal["separate", "colocated"] = "colocated"
     """colocated: the trainer uses the workers' GPUs, which do not generate meanwhile."""
@@ -50,19 +52,23 @@ class ClusterSection(Section):
     """colocated: so many workers, from 0, are on the trainer's GPUs; none: all."""
     trainer_gpus: int | None = Field(default=None, ge=1)
     """none: colocated: those of the shared workers; separate: as many as the workers have."""
-    report_seconds: float | None = Field(default=None, gt=0.0)
+    report_seconds: float | None = Field(default=None, ge=1e-3)
     """How often the lengths of running responses are told; none: when something happens to them."""
     arrivals: list[list[float]] = Field(default_factory=list)
     """[seconds, worker]: it comes, or comes back, then."""
     failures: list[list[float]] = Field(default_factory=list)
     """[seconds, worker]: it goes."""
     failure_every: float | None = Field(default=None, gt=0.0)
-    """Mean seconds between failures of a worker, at random; none: no random failures."""
+    """Mean seconds between failures of a worker, at random, for 30 days; none: no random failures."""
     repair_seconds: float = Field(default=300.0, gt=0.0)
     """After which it is back."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.workers * self.slots > PLACES:
+            raise StrettoError(
+                f"workers = {self.workers} with slots = {self.slots}: more than {PLACES:,} places; use fewer of either"
+            )
         if self.shared_workers is not None and self.shared_workers > self.workers:
             raise StrettoError(
                 f"shared_workers = {self.shared_workers}, but there are {self.workers} workers"
@@ -99,25 +105,25 @@ class CostSection(Section):
 
     preset: str | None = None
     """Model and GPU, such as "7b-h100"; none: all numbers are given."""
-    base: float | None = Field(default=None, gt=0.0)
+    base: float | None = Field(default=None, ge=1e-9, le=SECONDS)
     """Of an engine step."""
-    per_token: float | None = Field(default=None, ge=0.0)
+    per_token: float | None = Field(default=None, ge=0.0, le=SECONDS)
     """And for each token computed in it."""
-    per_context: float | None = Field(default=None, ge=0.0)
+    per_context: float | None = Field(default=None, ge=0.0, le=SECONDS)
     """And for each K/V entry read."""
-    per_prefill: float | None = Field(default=None, ge=0.0)
+    per_prefill: float | None = Field(default=None, ge=0.0, le=SECONDS)
     """And for each token prefilled."""
-    train_base: float | None = Field(default=None, ge=0.0)
+    train_base: float | None = Field(default=None, ge=0.0, le=SECONDS)
     """Of an update."""
-    train_per_token: float | None = Field(default=None, ge=0.0)
+    train_per_token: float | None = Field(default=None, ge=0.0, le=SECONDS)
     """And for each token trained on."""
-    sync: float | None = Field(default=None, ge=0.0)
+    sync: float | None = Field(default=None, ge=0.0, le=SECONDS)
     """A worker takes new weights."""
     kv_tokens: int | None = Field(default=None, ge=1)
     """K/V entries that fit into a worker; none: the preset's, or all."""
-    reward: float = Field(default=0.0, ge=0.0)
+    reward: float = Field(default=0.0, ge=0.0, le=SECONDS)
     """From a response's end to its reward, on average."""
-    reward_sigma: float = Field(default=0.0, ge=0.0)
+    reward_sigma: float = Field(default=0.0, ge=0.0, le=SIGMA)
     """Of the logarithm of that time; 0: always the same."""
     agreement: float = Field(default=0.997, ge=0.0, le=1.0)
     """Share of a dropped response's tokens that is sampled again where all before were."""
@@ -130,23 +136,23 @@ class WorkloadSection(Section):
     """[median, sigma of the logarithm]."""
     histogram: list[list[float]] | None = Field(default=None, min_length=1)
     """[tokens, weight] pairs."""
-    trace: str | None = None
+    trace: str | None = Field(default=None, min_length=1)
     """A file of lengths (.jsonl or .csv, may be gzipped), or "reasoning": the one that ships with the package."""
-    run: str | None = None
+    run: str | None = Field(default=None, min_length=1)
     """The folder of a run, whose prompts and lengths are replayed."""
-    scale: float = Field(default=1.0, gt=0.0)
+    scale: float = Field(default=1.0, gt=0.0, le=1e6)
     """Lengths are multiplied by it."""
-    max_new_tokens: int = Field(default=16384, ge=1)
+    max_new_tokens: int = Field(default=16384, ge=1, le=2**30)
     """Longer ones are cut."""
-    prompt_tokens: int = Field(default=256, ge=0)
+    prompt_tokens: int = Field(default=256, ge=0, le=2**24)
     """Of every prompt."""
-    rows: int = Field(default=4096, ge=1)
+    rows: int = Field(default=4096, ge=1, le=2**22)
     """Prompts of an epoch."""
     prompt_share: float = Field(default=0.5, ge=0.0, le=1.0)
     """How much of the variation of (normal scores of) lengths belongs to the prompt."""
     stability: float = Field(default=1.0, ge=0.0, le=1.0)
     """How much of the prompt's part stays from visit to visit."""
-    history: int = Field(default=0, ge=0)
+    history: int = Field(default=0, ge=0, le=1000)
     """Earlier visits of every prompt, whose lengths are known and whose responses serve as drafts."""
     stuck: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of responses that only the limit ends."""
@@ -155,6 +161,10 @@ class WorkloadSection(Section):
     def _check(self) -> Self:
         _check_pairs("lognormal", [self.lognormal] if self.lognormal is not None else [], "median, sigma")
         _check_pairs("histogram", self.histogram or [], "tokens, weight")
+        if self.lognormal is not None and self.lognormal[1] > SIGMA:
+            raise StrettoError(f"lognormal: a sigma of {self.lognormal[1]:g} is above {SIGMA:g}")
+        if self.histogram is not None and not sum(weight for _, weight in self.histogram) > 0:
+            raise StrettoError("histogram: no lengths: all weights are 0; give one of them more")
         return self
 
 
@@ -167,11 +177,11 @@ def _check_pairs(name: str, pairs: Sequence[Sequence[float]], what: str) -> None
 class DraftsSection(Section):
     """What speculative decoding does, for schedules with `drafts = true`."""
 
-    tokens_per_step: list[Annotated[float, Field(ge=1.0)]] = Field(
+    tokens_per_step: list[Annotated[float, Field(ge=1.0, le=1000.0)]] = Field(
         default_factory=lambda: [1.0], min_length=1
     )
     """By visit of the prompt; the last goes on."""
-    nodes: float = Field(default=0.0, ge=0.0)
+    nodes: float = Field(default=0.0, ge=0.0, le=1000.0)
     """Verified per response and step."""
 
 
@@ -212,10 +222,10 @@ SECTIONS: dict[str, type[Section]] = {
     "drafts": DraftsSection,
 }
 OWN_KEYS = {
-    "name": "a text",
+    "name": "a text that is not empty",
     "drafts": "true or false",
     "redraw": "true or false",
-    "steps": "an integer of at least 1",
+    "steps": f"an integer of at least 1 and at most {STEPS}",
 }
 LENGTHS = ("lognormal", "histogram", "trace", "run")
 
@@ -299,7 +309,8 @@ def _explain(section: type[Section], details: ErrorDetails, prefix: str, place: 
     if name not in fields:
         return f"{where}: unknown key; {nearest(name, fields)}"
     key = Key(name, fields[name])
-    said = f"{where} = {shown(details['input'])}: expected {key.expects}"
+    finite = ", all finite" if details["type"] == "finite_number" and key.list_branch else ""
+    said = f"{where} = {shown(details['input'])}: expected {key.expects}{finite}"
     return (
         f"{said}; {nearest(details['input'], key.choices)}"
         if isinstance(details["input"], str) and key.choices
@@ -329,8 +340,8 @@ def _candidate(
     merged = _section(ClusterSection, {**cluster, **its}, f"{prefix}cluster.", place, problems if its else [])
     name = own.setdefault("name", config.kind if config is not None else "")
     good = {
-        "name": isinstance(name, str),
-        "steps": type(own.setdefault("steps", steps)) is int and own["steps"] >= 1,
+        "name": isinstance(name, str) and (name != "" or config is None),
+        "steps": type(own.setdefault("steps", steps)) is int and 1 <= own["steps"] <= STEPS,
     }
     good |= {key: isinstance(own.setdefault(key, False), bool) for key in ("drafts", "redraw")}
     wrong = [key for key, right in good.items() if not right]
@@ -339,6 +350,12 @@ def _candidate(
     ]
     if config is None or merged is None or wrong:
         return None
+    if said := idle.too_many_workers(config, merged.workers, "cluster.workers"):
+        problems.append(f"{place(prefix + said.split()[0])}{prefix}{said}")
+    try:
+        idle.section(config, "schedule")
+    except StrettoError as error:
+        problems.append(f"{place(prefix)}{prefix[:-1]}: {error}")
     return Candidate(config=config, cluster=merged, **own)
 
 

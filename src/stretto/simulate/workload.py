@@ -12,8 +12,9 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import sqrt
+from math import erf, inf, nan, sqrt
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -23,10 +24,11 @@ import numpy as np
 from stretto.columns import unknown_ids
 from stretto.engine.responses import uniform
 from stretto.errors import StrettoError
-from stretto.records import IntArray, Prompt, Request, Rollout
+from stretto.records import FloatArray, IntArray, Prompt, Request, Rollout
 
 NORMAL = NormalDist()
 OUTPUT_COLUMNS = ("output_length", "output_tokens", "GeneratedTokens", "response_length", "length")
+SQRT2 = sqrt(2.0)
 CELLS = 8192  # of the table of quantiles
 _STUCK = 1 << 40  # tokens: only the limit ends such a response
 
@@ -41,7 +43,7 @@ class Quantiles:
     def lognormal(cls, median: float, sigma: float) -> Quantiles:
         """Lengths whose logarithm is normal."""
         z = [NORMAL.inv_cdf((i + 0.5) / CELLS) for i in range(CELLS)]
-        return cls(np.maximum(1, np.round(median * np.exp(sigma * np.array(z)))).astype(np.int64))
+        return cls(_whole(np.round(median * np.exp(sigma * np.array(z)))))
 
     @classmethod
     def weighted(cls, lengths: Sequence[float], weights: Sequence[float] | None = None) -> Quantiles:
@@ -53,47 +55,70 @@ class Quantiles:
         order = np.argsort(values, kind="stable")
         upto = np.cumsum(shares[order]) / shares.sum()
         at = np.searchsorted(upto, (np.arange(CELLS) + 0.5) / CELLS)
-        return cls(np.maximum(1, values[order][np.minimum(at, len(values) - 1)]).astype(np.int64))
+        return cls(_whole(values[order][np.minimum(at, len(values) - 1)]))
 
     def __call__(self, score: float) -> int:
         """The length at a normal score."""
-        return self.table[int(NORMAL.cdf(score) * (CELLS - 1e-9))]
+        return self.table[int(0.5 * (1.0 + erf(score / SQRT2)) * (CELLS - 1e-9))]
 
     def scaled(self, factor: float) -> Quantiles:
         """All lengths times `factor`."""
-        return Quantiles(np.maximum(1, np.round(factor * np.array(self.table))).astype(np.int64))
+        return Quantiles(_whole(np.round(factor * np.array(self.table))))
+
+
+def _whole(lengths: FloatArray) -> IntArray:
+    """At least one token, and beyond any limit no more than what never ends."""
+    return np.clip(lengths, 1, _STUCK).astype(np.int64)
 
 
 def read_trace(path: Path) -> Quantiles:
     """Lengths of a trace: .jsonl or .csv, may be gzipped. A line has one response's length, or a histogram
     {length: probability} with the rate at which its client sends (`mean_rate_per_s`).
 
-    Raises StrettoError: no such file, or a line without a length.
+    Raises StrettoError: no such file, a row without a length or with one that is no number of at least 0, or no rows.
     """
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise StrettoError(f"{path}: cannot be read: {error}") from None
     rows: Iterable[Mapping[str, Any]]
     rows = csv.DictReader(io.StringIO(text)) if ".csv" in path.suffixes else _json_lines(text, path)
     values: list[float] = []
     weights: list[float] = []
     for number, row in enumerate(rows, start=1):
+        where = f"{path}: row {number}"
+        if not isinstance(row, dict):
+            raise StrettoError(
+                f"{where}: {row!r} is no object with one of the keys {', '.join(OUTPUT_COLUMNS)}"
+            )
         column = next((c for c in OUTPUT_COLUMNS if c in row), None)
         if column is None:
             raise StrettoError(
-                f"{path}: row {number} has none of the columns {', '.join(OUTPUT_COLUMNS)}; it has {', '.join(row)}"
+                f"{where} has none of the columns {', '.join(OUTPUT_COLUMNS)}; it has {', '.join(map(str, row))}"
             )
         found = row[column]
         if isinstance(found, dict):
-            rate = float(row.get("mean_rate_per_s", 1.0))
-            values += [float(length) for length in found]
-            weights += [rate * float(share) for share in found.values()]
+            rate = _amount(row.get("mean_rate_per_s", 1.0), f"{where}: mean_rate_per_s")
+            values += [_amount(length, f"{where}: a length in {column}") for length in found]
+            weights += [rate * _amount(share, f"{where}: a share in {column}") for share in found.values()]
         else:
-            values.append(float(found))
+            values.append(_amount(found, f"{where}: {column}"))
             weights.append(1.0)
+    if not sum(weights) > 0:
+        raise StrettoError(f"{path}: no lengths: it has {'only weights of 0' if weights else 'no rows'}")
     return Quantiles.weighted(values, weights)
+
+
+def _amount(value: object, what: str) -> float:
+    """A number of a trace. Raises StrettoError for anything but a finite one of at least 0."""
+    try:
+        amount = nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        amount = nan
+    if not 0.0 <= amount < inf:
+        raise StrettoError(f"{what} = {value!r}: expected a finite number of at least 0")
+    return amount
 
 
 def _json_lines(text: str, path: Path) -> Iterable[Mapping[str, Any]]:
@@ -130,7 +155,7 @@ class Drawn:
         self.prompt_ids = np.zeros(prompt_tokens, np.int64)
         self.random = np.random.default_rng(seed)
         self.own = self.random.standard_normal(rows)  # z_prompt, its lasting part
-        self.easy = self.random.random(rows)
+        self.easy: list[float] = self.random.random(rows).tolist()
         self.scores: list[float] = []  # group -> sqrt(share) z_prompt
         self.visits: list[int] = []  # group -> visit
         self.prompts = [Prompt(row, f"{row:x}", 0, self.prompt_ids, {}) for row in range(rows)]
@@ -174,7 +199,7 @@ class Drawn:
 
     def reward(self, row: int, key: int) -> float:
         """0 or 1."""
-        return float(uniform(key, 2) < self.easy[row])
+        return 1.0 if uniform(key, 2) < self.easy[row] else 0.0
 
 
 class Recorded:

@@ -167,6 +167,8 @@ class SimulatedWorld:
     # ---- rewards --------------------------------------------------------------------------------------
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
+        if not rollouts:
+            return
         mean, sigma = self.cluster.reward_seconds, self.cluster.reward_sigma
         scored: list[Event] = []
         self.ended += len(rollouts)
@@ -179,7 +181,7 @@ class SimulatedWorld:
             else:
                 scored.append(event)
         if scored:
-            self.runtime.deliver(self.runtime.now() + mean, scored)
+            self.runtime.deliver(self.runtime.time + mean, scored)
 
     # ---- learner --------------------------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class SimulatedWorld:
 
     def _train(self, seconds: float) -> None:
         """The trainer takes one thing after another."""
-        began = max(self.runtime.now(), self._trained_until)
+        began = max(self.runtime.time, self._trained_until)
         self.fleet.pause(seconds, range(self.cluster.shared))
         self._trained_until = began + seconds
         self._update.trained += seconds
@@ -220,7 +222,7 @@ class SimulatedWorld:
         update.staleness_sum += int(staleness.sum())
         update.staleness_max = max(update.staleness_max, int(staleness.max(initial=0)))
         if batch.final:
-            update.harvested = self.runtime.now()
+            update.harvested = self.runtime.time
             update.counters = self._count()
 
     def updated(self, event: Updated) -> None:

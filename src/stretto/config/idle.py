@@ -1,0 +1,67 @@
+"""Keys that another key makes idle: refused when set, since nobody sets what should do nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.config.schedules import ScheduleConfig
+    from stretto.config.sections import Config
+
+DRAFTING = ("fixed", "aimd", "length_class", "marginal", "goodput")
+USED_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "reuse.refresh": ("reuse.kind", ("noise",)),
+    "reuse.lenience": ("reuse.kind", ("prefix",)),
+    "reuse.residual": ("reuse.kind", ("prefix",)),
+    "draft.nodes": ("draft.budget", ("fixed", "length_class")),
+    "draft.sources": ("draft.budget", DRAFTING),
+    "draft.noise_aware": ("draft.budget", DRAFTING),
+    "fleet.restarts": ("fleet.kind", ("processes",)),
+    "fleet.patience": ("fleet.kind", ("processes",)),
+    "schedule.outlier_quantile": ("schedule.outlier", ("migrate", "defer")),
+    "schedule.outlier_factor": ("schedule.outlier", ("migrate", "defer")),
+    "schedule.outlier_share": ("schedule.outlier", ("migrate", "defer")),
+    "schedule.max_num_gen_batches": ("schedule.drop_zero_variance", (True,)),
+    "schedule.refresh_budget": ("schedule.off_policy_strategy", ("refresh",)),
+}
+"""Keys that do something only with certain values of another key of their section."""
+OWN_WORKERS = {"stream": "long_workers", "elastic": "local_workers"}
+
+
+def section(config: Any, name: str) -> None:
+    """Raises StrettoError for a key of the section `name` that is not as by default and does nothing."""
+    for key, (other, values) in USED_WITH.items():
+        of, _, knob = key.partition(".")
+        if of != name:
+            continue
+        value, chosen = getattr(config, knob), getattr(config, other.partition(".")[2])
+        default = type(config).model_fields[knob].get_default(call_default_factory=True)
+        if chosen not in values and value != default:
+            raise StrettoError(
+                f"{key} = {_toml(value)} does nothing with {other} = {_toml(chosen)}; it is for "
+                f"{' or '.join(map(_toml, values))}: leave it at {_toml(default)}"
+            )
+
+
+def _toml(value: object) -> str:
+    return "none" if value is None else json.dumps(value)
+
+
+def too_many_workers(config: ScheduleConfig, workers: int, key: str) -> str:
+    """What is wrong where a schedule sets more workers apart than `key` says there are; else nothing."""
+    knob = OWN_WORKERS.get(config.kind)
+    wanted = getattr(config, knob) if knob else None
+    if wanted is None or wanted <= workers:
+        return ""
+    return f"{knob} = {wanted}, but {key} = {workers}; use at most {workers}"
+
+
+def run(config: Config) -> None:
+    """Raises StrettoError for keys that do nothing in this run, or workers that are not there."""
+    for name in dict.fromkeys(key.partition(".")[0] for key in USED_WITH):
+        section(getattr(config, name), name)
+    if said := too_many_workers(config.schedule, config.fleet.workers, "fleet.workers"):
+        raise StrettoError(f"schedule.{said}")

@@ -1,0 +1,73 @@
+"""Keys that do nothing beside another key's value: refused when set, with what they are for."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.config import dump_toml, load_config, preset_names
+from stretto.config.idle import USED_WITH
+from stretto.config.keys import KEYS
+from stretto.errors import StrettoError
+
+SET: dict[str, tuple[Any, dict[str, Any]]] = {
+    "reuse.refresh": (0.5, {}),
+    "reuse.lenience": (1.0, {"reuse.kind": "noise"}),
+    "reuse.residual": (True, {}),
+    "draft.nodes": (4, {}),
+    "draft.sources": (["history"], {"draft.budget": "none"}),
+    "draft.noise_aware": (False, {"draft.budget": "none"}),
+    "fleet.restarts": (0, {}),
+    "fleet.patience": (5.0, {}),
+    "schedule.outlier_quantile": (0.5, {"schedule.kind": "histopipe", "schedule.outlier": "none"}),
+    "schedule.outlier_factor": (2.0, {"schedule.kind": "histopipe", "schedule.outlier": "none"}),
+    "schedule.outlier_share": (0.5, {"schedule.kind": "histopipe", "schedule.outlier": "none"}),
+    "schedule.max_num_gen_batches": (None, {}),
+    "schedule.refresh_budget": (1, {"schedule.kind": "async", "schedule.off_policy_strategy": "paced"}),
+}
+"""Every such key, away from its default, with what makes it idle."""
+
+
+def test_every_such_key_is_tried_here() -> None:
+    assert set(SET) == set(USED_WITH)
+    assert [key for key, (value, _) in SET.items() if KEYS[key].default == value] == []
+
+
+@pytest.mark.parametrize("key", SET)
+def test_an_idle_key_is_refused_and_legal_where_it_is_used(key: str) -> None:
+    value, idle = SET[key]
+    with pytest.raises(StrettoError) as caught:
+        load_config("demo", {**idle, key: value})
+    other, values = USED_WITH[key]
+    assert f"{key} = " in str(caught.value)
+    assert f"does nothing with {other} = " in str(caught.value)
+    load_config("demo", {**idle, other: values[0], key: value})
+
+
+def test_what_a_file_meant_for_another_choice_is_left_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[draft]\nbudget = "fixed"\nnodes = 4\n[fleet]\nkind = "processes"\nrestarts = 0\n')
+    assert load_config(path).draft.nodes == 4
+    changed = load_config(path, {"draft.budget": "none", "fleet.kind": "in_process"})
+    assert (changed.draft.nodes, changed.fleet.restarts) == (8, 3)
+    with pytest.raises(StrettoError, match=r"draft\.nodes = 5 does nothing"):
+        load_config(path, {"draft.budget": "none", "draft.nodes": 5})
+    with pytest.raises(StrettoError, match=r"draft\.noise_aware = false does nothing"):
+        load_config(path, {"draft.budget": "none", "draft.noise_aware": False})
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_written_preset_says_all_defaults_and_loads(preset: str) -> None:
+    config = load_config(preset)
+    assert load_config(tomllib.loads(dump_toml(config))) == config
+
+
+@pytest.mark.parametrize(("kind", "knob"), [("stream", "long_workers"), ("elastic", "local_workers")])
+def test_workers_set_apart_must_be_there(kind: str, knob: str) -> None:
+    fleet = {"fleet.kind": "processes", "fleet.workers": 2, "schedule.kind": kind}
+    load_config("demo", {**fleet, f"schedule.{knob}": 2})
+    with pytest.raises(StrettoError, match=rf"schedule\.{knob} = 3, but fleet\.workers = 2; use at most 2"):
+        load_config("demo", {**fleet, f"schedule.{knob}": 3})
