@@ -197,17 +197,17 @@ def test_a_resumed_run_does_not_end_before_where_it_goes_on(tmp_path: Path) -> N
         for step in (2, 4, 6):
             folder.checkpoint_folder(step).mkdir()
     saved = (tmp_path / "made" / "config.toml").read_bytes()
-    step: int | None
-    for changes, step, said in (
+    refused: list[tuple[dict[str, Any], int | None, str]] = [
         ({"steps": 5}, None, r"steps = 5: the run has made 6; use at least 6, or --step 4 to go back$"),
         ({"steps": 1}, None, r"steps = 1: the run has made 6; use at least 6$"),
         ({"steps": 3}, 4, r"steps = 3: it would go on from 4; use at least 4, or --step 2 to go back$"),
-    ):
+    ]
+    for changes, step, said in refused:
         with pytest.raises(StrettoError, match=said):
             Trainer.resume(tmp_path / "made", changes, step=step)
     assert (tmp_path / "made" / "config.toml").read_bytes() == saved
-    for changes, step in (({"steps": 6}, None), ({"steps": 4}, 4)):
-        assert Trainer.resume(tmp_path / "made", changes, step=step).config.steps == changes["steps"]
+    assert Trainer.resume(tmp_path / "made", {"steps": 6}).config.steps == 6
+    assert Trainer.resume(tmp_path / "made", {"steps": 4}, step=4).config.steps == 4
 
 
 def test_a_run_goes_back_to_before_its_best_checkpoint(tmp_path: Path) -> None:
