@@ -202,9 +202,9 @@ def test_a_resumed_run_does_not_end_before_where_it_goes_on(tmp_path: Path) -> N
         ({"steps": 1}, None, r"steps = 1: the run has made 6; use at least 6$"),
         ({"steps": 3}, 4, r"steps = 3: it would go on from 4; use at least 4, or --step 2 to go back$"),
     ]
-    for changes, step, said in refused:
+    for changes, at, said in refused:
         with pytest.raises(StrettoError, match=said):
-            Trainer.resume(tmp_path / "made", changes, step=step)
+            Trainer.resume(tmp_path / "made", changes, step=at)
     assert (tmp_path / "made" / "config.toml").read_bytes() == saved
     assert Trainer.resume(tmp_path / "made", {"steps": 6}).config.steps == 6
     assert Trainer.resume(tmp_path / "made", {"steps": 4}, step=4).config.steps == 4
