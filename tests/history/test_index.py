@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
-import threading
-import time
 from concurrent import futures
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,41 +13,14 @@ from hypothesis import strategies as st
 
 from stretto.alternatives import Alternatives
 from stretto.errors import StrettoError
-from stretto.history import builds
 from stretto.history.builds import Weight, reward_weights
-from stretto.history.frozen import Frozen, find_frozen, freeze
+from stretto.history.frozen import find_frozen
 from stretto.history.index import HistoryIndex, Response
+from tests.history.responses import HeldUp, Text, known, response
 
 LARGEST = 2**31 - 1
 WEIGHTS: tuple[Weight, ...] = ("count", "reward", "recency", "probability")
-Text = tuple[int, ...]
 Sample = tuple[Text, float]  # tokens and reward
-
-
-def response(tokens: Text, reward: float = 0.0) -> Response:
-    """With log-probs that tell positions and tokens apart."""
-    logprobs = [-0.1 * (i + 1) - 0.01 * (token % 7) for i, token in enumerate(tokens)]
-    return Response(np.array(tokens, np.int64), np.array(logprobs, np.float64), reward)
-
-
-def known(index: HistoryIndex, handle: int) -> dict[Text, tuple[float, float]]:
-    """Count and weight of every string that the automaton of `handle` spells."""
-    arrays = index.arrays()
-    state_base, edge_base = (int(base[0]) for base in index.bases(np.array([handle])))
-    states: dict[Text, int] = {(): 0}
-    unexplored: list[Text] = [()]
-    while unexplored:
-        string = unexplored.pop()
-        at = state_base + states[string]
-        for edge in range(edge_base + int(arrays.first[at]), edge_base + int(arrays.first[at + 1])):
-            longer = (*string, int(arrays.token[edge]))
-            assert edge == find_frozen(arrays, state_base, edge_base, states[string], longer[-1])
-            states[longer] = int(arrays.target[edge])
-            unexplored.append(longer)
-    return {
-        string: (float(arrays.counts[state_base + s]), float(arrays.weight[state_base + s]))
-        for string, s in states.items()
-    }
 
 
 def expected(visits: dict[int, list[Sample]], weight: Weight) -> dict[Text, tuple[float, float]]:
@@ -178,127 +147,6 @@ def test_open_handles_share_one_automaton_and_keep_an_older_one_until_they_are_c
         index.close(first)
     index.close(other)
     assert set(known(index, index.open("b"))) == {(), (7,)}
-
-
-class HeldUp:
-    """`freeze` in the building thread begins, and goes on when it is told to; elsewhere it is not held up."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.go = threading.Event(), threading.Event()
-        self._caller = threading.current_thread()
-        monkeypatch.setattr(builds, "freeze", self.freeze)
-
-    def freeze(self, *arguments: Any) -> Frozen:
-        if threading.current_thread() is not self._caller:
-            self.begun.set()
-            assert self.go.wait(30)
-        return freeze(*arguments)
-
-
-def test_the_background_is_not_waited_for_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    held_up = HeldUp(monkeypatch)
-    index = HistoryIndex()
-    index.add("a", 0, [response((1,))])
-    index.prepare(["a"])
-    index.prepare(["a"])
-    assert held_up.begun.wait(30)
-    assert index.open("a") == -1
-    index.add("a", 0, [response((2,))])
-    held_up.go.set()
-    index.wait(["a"])
-    assert set(known(index, index.open("a"))) == {(), (1,), (2,)}
-    assert index.metrics()["built_tokens"] == 3  # the first build's one, and two
-
-
-def test_who_is_waited_for_does_not_stand_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    held_up = HeldUp(monkeypatch)
-    index = HistoryIndex()
-    for place, uid in enumerate("abc"):
-        index.add(uid, 0, [response((place,))])
-    index.prepare("abc")
-    assert held_up.begun.wait(30)
-    index.wait("c")  # while the thread is at "a"
-    assert set(known(index, index.open("c"))) == {(), (2,)}
-    assert index.open("a") == index.open("b") == -1
-    held_up.go.set()
-    index.wait("abc")
-    assert set(known(index, index.open("b"))) == {(), (1,)}
-    assert index.metrics()["built_tokens"] == 3  # nothing was built twice
-
-
-def test_what_cannot_be_built_is_done_without_and_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    index = HistoryIndex()
-    index.add("a", 0, [response((1,))])
-    index.add("b", 0, [response((2,))])
-
-    def fail(*arguments: np.ndarray) -> Frozen:
-        raise MemoryError(f"no room for {arguments[0].tolist()}")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(builds, "freeze", fail)
-        index.prepare("ab")
-        futures.wait([job.future for job in index._jobs.values()], timeout=30)
-        index.add("c", 0, [response((3,))])
-        index.wait("abc")  # of these c in this thread or in that one
-    assert [index.open(uid) for uid in "abc"] == [-1] * 3
-    (said,) = caplog.messages
-    assert said == "no drafts from what prompt a said before: MemoryError: no room for [1]"
-    index.add("a", 1, [response((4,))])
-    index.wait("abc")
-    assert set(known(index, index.open("a"))) == {(), (1,), (4,)}
-    assert index.open("b") == -1
-
-
-@pytest.mark.parametrize("weight", ["count", "probability"])
-@pytest.mark.parametrize("seed", range(8))
-def test_what_is_dropped_does_not_depend_on_how_fast_the_thread_builds(
-    seed: int, weight: Weight, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caller = threading.current_thread()
-
-    def slowly(*arguments: Any) -> Frozen:
-        if threading.current_thread() is not caller:
-            time.sleep(0.003)
-        return freeze(*arguments)
-
-    monkeypatch.setattr(builds, "freeze", slowly)
-    quick, late = (HistoryIndex(weight=weight, max_bytes=30_000) for _ in range(2))
-    random = np.random.default_rng(seed)
-    visits, dropped = dict.fromkeys(range(9), 0), []
-    for step in range(12):
-        uids = random.permutation(9)[:4].tolist()
-        for uid in uids:
-            tokens = tuple(random.integers(0, random.integers(2, 60), random.integers(1, 160)).tolist())
-            for index in (quick, late):
-                index.add(str(uid), visits[uid], [response(tokens)])
-            visits[uid] += 1
-        for index in (quick, late):
-            index.prepare(map(str, uids))
-        futures.wait([job.future for job in quick._jobs.values()], timeout=30)
-        if step % 3 == 0:  # between steps in which nobody asks
-            for index in (quick, late):
-                index.wait([str(uids[0])])
-                if (handle := index.open(str(uids[0]))) >= 0:
-                    index.close(handle)
-        kept = [{uid: sorted(h.visits) for uid, h in i._histories.items()} for i in (quick, late)]
-        assert kept[0] == kept[1]
-        dropped.append(late.metrics()["dropped_visits"])
-    assert sum(dropped) > 4
-
-
-def test_the_thread_ends_with_its_index() -> None:
-    index = HistoryIndex()
-    index.add("a", 0, [response((1,))])
-    before = set(threading.enumerate())
-    index.prepare(["a"])
-    (thread,) = set(threading.enumerate()) - before
-    assert thread.daemon
-    del index
-    gc.collect()
-    thread.join(30)
-    assert not thread.is_alive()
 
 
 def test_memory_is_bounded_and_the_longest_unvisited_goes_first_oldest_visit_first() -> None:
