@@ -75,4 +75,4 @@ study-kill study-flips study-reuse study-curriculum study-refresh study-publishe
 	$(PY) -m $(@:study-%=studies.%) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/stretto/__pycache__/kernels-*

@@ -35,9 +35,12 @@ def run_cells(
 ) -> list[Cell]:
     """Train each of `arms` (name -> words) from each seed with further `keys`; what `measure` found, with arm and seed.
 
-    A cell's figures are in `results/cells/`, and its run is removed. Ends the program if cells there had other keys.
+    A cell's figures are in `results/cells/`, and its run is removed. Ends the program at once if one there had others.
     """
     (results / "cells").mkdir(parents=True, exist_ok=True)
+    for file in sorted((results / "cells").glob("*.json")):
+        if json.loads(file.read_text()).get("keys") != list(keys):
+            raise SystemExit(f"{file} was run with other keys: remove it, or use another --results")
     cells: list[Cell] = []
     for seed in range(seeds):
         for arm, words in arms.items():
@@ -51,10 +54,6 @@ def run_cells(
                 shutil.rmtree(run)
                 print(f"{arm}, seed {seed}: done", flush=True)
             cells.append(json.loads(file.read_text()))
-    if len({json.dumps(cell["keys"]) for cell in cells}) > 1:
-        raise SystemExit(
-            f"the cells in {results} were run with different keys: remove some, or use another --results"
-        )
     return cells
 
 

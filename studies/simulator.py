@@ -34,6 +34,7 @@ from stretto.simulate.workload import Recorded
 from stretto.simulate.world import Cluster, Drafting, SimulatedWorld
 
 MARGIN = 2
+CALIBRATION_SEED = 1000  # which no compared run has
 SMALL = (
     "--schedule.prompts", "8", "--schedule.samples", "8", "--engine.max_num_seqs", "32", "--eval.limit", "8",
     "--learner.learning_rate", "1e-6",
@@ -185,9 +186,10 @@ def main() -> int:
         words += ["--draft.budget", "none"]
     if options.processes:
         words += ["--fleet.kind", "processes", "--fleet.workers", str(options.processes)]
-    train(folder / "calibration", [*words, "--seed", str(options.repeats)])
-    costs = calibration(folder / "calibration")
-    speed = compare(folder / "calibration", costs, options.drafts)
+    calibrated = folder / f"calibration-{CALIBRATION_SEED}"
+    train(calibrated, [*words, "--seed", str(CALIBRATION_SEED)])
+    costs = calibration(calibrated)
+    speed = compare(calibrated, costs, options.drafts)
     found: dict[str, list[Both]] = {}
     for kind in options.kinds or KINDS:
         for seed in range(options.repeats):

@@ -15,11 +15,21 @@ import pytest
 from stretto import evaluation
 from stretto.alternatives import Alternatives
 from stretto.assemble import make_engine, read_inputs, step_costs
-from stretto.config import Config, DataConfig, load_config
-from stretto.drafting import ANOTHER_RUN, Earlier, Newest, find_earlier, make_previous, restore_histories
+from stretto.config import Config, DataConfig, dump_toml, load_config
+from stretto.drafting import (
+    ANOTHER_RUN,
+    Earlier,
+    Newest,
+    find_earlier,
+    make_previous,
+    restore_histories,
+    with_step_ms,
+)
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts, write_rollouts
+from stretto.model import load_model
+from stretto.observe.progress import SilentReporter
 from stretto.records import Rollout
 from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer
@@ -272,6 +282,15 @@ def test_a_damaged_log_costs_drafts_and_nothing_else(
     assert "nothing is drafted from step 1" in caplog.text
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (undisturbed / "latest" / name).read_bytes() == (folder / "latest" / name).read_bytes()
+
+
+def test_where_nothing_can_be_measured_the_run_can_be_opened_again(tmp_path: Path) -> None:
+    changes = {"draft.step_ms": None, "draft.sources": ["history"], "draft.noise_aware": False}
+    config = small(tmp_path, "tiny", **changes)
+    settled = with_step_ms(config, load_model(config.model), 20, SilentReporter())
+    assert settled.draft.budget == "none"
+    (tmp_path / "config.toml").write_text(dump_toml(settled))
+    assert load_config(tmp_path / "config.toml") == settled
 
 
 def test_steps_cost_more_with_more_tokens_whatever_was_measured() -> None:

@@ -142,11 +142,15 @@ class TestStudy:
     def test_cells_are_not_run_again(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         figures = {name: 1.0 for name in study.COLUMNS if name != "speed"}
         (tmp_path / "cells").mkdir()
-        for name, keys in (("exact-0", []), ("exact-1", ["--steps", "1"])):
-            cell = {**figures, "arm": "exact", "seed": int(name[-1]), "keys": keys}
-            (tmp_path / f"cells/{name}.json").write_text(json.dumps(cell))
+
+        def keep(seed: int, keys: list[str]) -> None:
+            cell = {**figures, "arm": "exact", "seed": seed, "keys": keys}
+            (tmp_path / f"cells/exact-{seed}.json").write_text(json.dumps(cell))
+
+        keep(0, [])
         words = ["--results", str(tmp_path), "--modes", "exact"]
         study.main([*words, "--seeds", "1"])
         assert (tmp_path / "table.md").read_text() == capsys.readouterr().out
-        with pytest.raises(SystemExit, match="different keys"):
+        keep(1, ["--steps", "1"])
+        with pytest.raises(SystemExit, match=r"exact-1\.json was run with other keys"):
             study.main([*words, "--seeds", "2"])

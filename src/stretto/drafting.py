@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from stretto.assemble import Inputs, drafts, measure_steps, needs_step_ms
 from stretto.checkpoints import Checkpoint
-from stretto.config import Config, ModelConfig
+from stretto.config import Config, DraftConfig, ModelConfig
 from stretto.errors import StrettoError
 from stretto.fleet import Drafting
 from stretto.history.lengths import LengthHistory
@@ -40,7 +40,10 @@ def with_step_ms(config: Config, model: PreTrainedModel, max_model_len: int, rep
     found = measure_steps(config, model, max_model_len, time.perf_counter)
     if found is None:
         reporter.message("responses are too short to measure the engine's steps: nothing is drafted")
-        update: dict[str, object] = {"budget": "none"}
+        nothing = DraftConfig(budget="none")  # beside which sources and the like stand at their defaults
+        update: dict[str, object] = {
+            name: getattr(nothing, name) for name in ("budget", "nodes", "sources", "noise_aware")
+        }
     else:
         update = {"step_ms": found}
     return config.model_copy(update={"draft": config.draft.model_copy(update=update)})
@@ -165,18 +168,18 @@ def restore_histories(
     """Have both remember what they knew after `step`, from the log. It is read, and held, one step at a time.
 
     A prompt's newest visits may be long ago, where it was discarded since, and a sample's newest response older than
-    its prompt's. A damaged log is said and left out where it costs speed; with prefix reuse it would change tokens,
-    and StrettoError is raised.
+    its prompt's. A damaged file is said and left out where it costs speed only, be it that prompts have no history
+    until they are answered again; where prefix reuse would draw other tokens, StrettoError is raised.
     """
     prompts, samples = Newest(config.history.window), Newest(1)
-    for number, answers in _each(read_answered, folder, range(1, step + 1), previous):
+    every = range(1, step + 1)
+    for number, answers in _each(read_answered, folder, every, every if previous is not None else ()):
         for uid, occurrence, sample, visit in answers:
             prompts.add(uid, visit, number)
             samples.add((uid, occurrence, sample), visit, number)
-    needed = samples.steps() if previous is not None else set()
-    if drafter is not None:
-        needed |= prompts.steps()
-    for _, rollouts in _each(read_rollouts, folder, sorted(needed), previous):
+    exact = samples.steps() if previous is not None else set()
+    needed = exact | prompts.steps() if drafter is not None else exact
+    for _, rollouts in _each(read_rollouts, folder, sorted(needed), exact):
         if drafter is not None:
             drafter.remember([r for r in rollouts if prompts.has(r.prompt.uid, r.visit)])
         if previous is not None:
@@ -184,14 +187,14 @@ def restore_histories(
 
 
 def _each(
-    read: Callable[[Path], list[T]], folder: RunFolder, steps: Iterable[int], previous: PreviousVisits | None
+    read: Callable[[Path], list[T]], folder: RunFolder, steps: Iterable[int], exact: Container[int]
 ) -> Iterator[tuple[int, list[T]]]:
-    """What `read` finds in the log of each step."""
+    """What `read` finds in the log of each step; those of `exact` must not be missing."""
     for number in steps:
         try:
             found = read(folder.log_file("consumed", number))
         except StrettoError as error:
-            if previous is not None:
+            if number in exact:
                 raise StrettoError(f'{error}\nreuse.kind = "prefix" takes responses from there') from error
             logger.warning("nothing is drafted from step %d: %s", number, str(error).partition("\n")[0])
         else:

@@ -237,9 +237,8 @@ class WorkerUp:
     worker: int
     slots: int
     version: int
-    place: int | None = (
-        None  # among the workers, kept by who comes in a lost one's place; None: that of its number
-    )
+    place: int | None = None
+    """Among the workers, kept by who comes in a lost one's place; None: that of its number."""
 
 
 @dataclass(slots=True)

@@ -209,6 +209,7 @@ def test_a_prompt_that_loses_a_visit_is_built_from_what_it_keeps(monkeypatch: py
             assert index.metrics()["dropped_visits"] == 1
             for visit in (1, 2):  # now there is room again
                 index.add("b", visit, [response((1,))])
+            index.prepare(["b"])
             assert index.open("a") == -1
             held_up.go.set()
             futures.wait([job.future for job in index._jobs.values()], timeout=30)  # nobody has to ask for it

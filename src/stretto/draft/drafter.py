@@ -66,7 +66,7 @@ class HistoryDrafter:
     steps of a synchronous schedule: a resumed run has none either, and so drafts alike.
     `clock` returns seconds and is read for `metrics` alone. `wait`: histories that are being built are waited for, so
     that drafts do not depend on timing. `pause`: while no node is worth checking, sources are asked at the 1st, 2nd,
-    4th, ... such step, and at least at every `pause`th.
+    4th, ... such step, and at least at every `pause`th; a request that begins takes this back to the 2nd.
     """
 
     def __init__(
@@ -105,9 +105,8 @@ class HistoryDrafter:
         self._grown = room_for(slots, max_nodes)
         self._fruitless = 0  # steps in a row without a node that was worth checking
         self._paused = False  # nothing was asked for in this step
-        self._late: list[
-            tuple[IntArray, IntArray, IntArray]
-        ] = []  # what was said in steps that were not asked
+        # slots, counts and tokens of the steps that were not asked
+        self._late: list[tuple[IntArray, IntArray, IntArray]] = []
         self._raw, self._rows = np.zeros(0), column()[:0]  # of the last proposal's nodes
         self._lengths: dict[str, _Lengths] = {}  # by prompt uid
         self._counters = Counters()

@@ -18,7 +18,7 @@ from stretto.sampling import kernel
 
 BRANCHES = 6  # successors looked at per match, the most frequent ones
 LEVELS = 3  # matches that an estimate is blended from, the longest and its suffixes
-WIDEST = 128  # edges of a live state that are looked at, the newest: short texts have thousands
+WIDEST = 128  # edges of a live state that is asked: what has more, a short text, says little and costs most
 
 
 class Successors(NamedTuple):
@@ -137,17 +137,16 @@ def _most_frequent(pool: Pool, state: int, found: Successors) -> int:
                 place -= 1
             found.occurrences[place], found.tokens[place] = times, pool.token[edge]
         edge = int(pool.following[edge])
-    return count
+    return count if edge < 0 else 0
 
 
 @kernel()
 def live_successors(pool: Pool, state: int, found: Successors) -> int:
-    """Fill `found` for a live `state` that is not a root; how many there are."""
+    """Fill `found` for a live `state` that is not a root; how many there are. None where it has more than WIDEST."""
     count = _most_frequent(pool, state, found)
     levels = 0
     while count > 0 and levels < LEVELS and pool.link[state] >= 0:
         total, kinds = 0.0, 0
-        # What follows a text follows its suffixes too, though it may not be looked at there.
         found.shares[levels, :count] = 0.0
         edge = int(pool.head[state])
         while edge >= 0 and kinds < WIDEST:
@@ -158,6 +157,11 @@ def live_successors(pool: Pool, state: int, found: Successors) -> int:
                 if found.tokens[i] == pool.token[edge]:
                     found.shares[levels, i] = times
             edge = int(pool.following[edge])
+        if edge >= 0:  # of many tokens each follows seldom
+            found.shares[levels, :count] = 0.0
+            found.weights[levels] = 0.0
+            levels += 1
+            break
         for i in range(count):
             found.shares[levels, i] /= total
         found.weights[levels] = total / (total + kinds)

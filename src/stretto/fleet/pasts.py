@@ -19,9 +19,8 @@ class Pasts:
 
     def __init__(self, window: int, max_bytes: int) -> None:
         self._window, self._max_bytes = window, max_bytes
-        self._prompts: dict[
-            str, dict[int, list[Past]]
-        ] = {}  # responses by visit; those that came in last at the end
+        # responses by visit; the prompt that had new ones last at the end
+        self._prompts: dict[str, dict[int, list[Past]]] = {}
         self.nbytes = 0
 
     def add(self, pasts: Iterable[Past]) -> None:

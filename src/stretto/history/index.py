@@ -103,6 +103,9 @@ class HistoryIndex:
         self._arena = Arena(weighted=weight != "count", mixed=alternatives, reserve=reserve)
         self._open: dict[int, _Open] = {}
         self._jobs: dict[tuple[str, int], _Job] = {}  # by uid and revision
+        self._shortened: dict[
+            str, None
+        ] = {}  # prompts that lost a visit; had an automaton and will have another
         self._revision = 0
         self._failed = False  # a build, which has been said
         self._text_bytes = 0
@@ -167,14 +170,13 @@ class HistoryIndex:
 
         Called where the same calls come whatever the thread has built; and what is decided is the same, too.
         """
-        rebuilt: dict[str, _History] = {}  # what lost a visit of those that an automaton was wanted of
-        while self._too_much(sum(self._largest(history) for history in rebuilt.values())):
+        while self._too_much(sum(self._largest(self._histories[uid]) for uid in self._shortened)):
             uid = next((uid for uid, history in self._histories.items() if not history.pins), None)
             if uid is None:
                 break
             history = self._histories[uid]
             if history.automaton is not None or history.promised:
-                rebuilt[uid] = history
+                self._shortened[uid] = None
             self._text_bytes -= sum(text.nbytes for text in history.visits.pop(min(history.visits)))
             self._since["dropped_visits"] += 1
             self._replace(history, None)
@@ -182,10 +184,8 @@ class HistoryIndex:
             history.built = history.revision - 1  # builds under way still contain that visit
             if not history.visits:
                 del self._histories[uid]
-                rebuilt.pop(uid, None)
+                self._shortened.pop(uid, None)
                 self._since["dropped_prompts"] += 1
-        for uid, history in rebuilt.items():
-            self._submit(uid, history)
 
     def _too_much(self, more: int) -> bool:
         """Whether responses and automata, those under way and `more` bytes exceed the bound."""
@@ -208,12 +208,14 @@ class HistoryIndex:
     # ---- automata -------------------------------------------------------------------------------------
 
     def prepare(self, uids: Iterable[str]) -> None:
-        """Build the automata of these prompts that are missing or out of date, in the background.
+        """Build the automata of these prompts that are missing or out of date, in the background, and those of prompts
+        that have lost a visit since.
 
         Prompts without responses have none.
         """
         self._collect()
-        for uid in uids:
+        shortened, self._shortened = self._shortened, {}
+        for uid in (*shortened, *uids):
             history = self._histories.get(uid)
             if history is not None and history.built != history.revision:
                 self._submit(uid, history)

@@ -46,7 +46,12 @@ class Fruitless:
         self._groups = 0
 
     def count(self, view: LedgerView, groups: int) -> None:
-        """So many more are given up. Raises StrettoError when it is enough."""
+        """So many more are given up. Raises StrettoError when it is enough.
+
+        While the learner is at work, or has an update's groups waiting for it, nobody lacks them.
+        """
+        if view.updating or len(view.ready_groups) - groups >= self._prompts:
+            return
         if view.version != self._version:
             self._version, self._groups = view.version, 0
         self._groups += groups
