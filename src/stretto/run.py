@@ -206,13 +206,13 @@ class Run:
         self.unanswered = self.ledger.load_state_dict(state["ledger"], in_flight)
         self.stream.load_state_dict(state["prompts"])
         self.schedule.load_state_dict(state["schedule"])
+        self.runtime.continue_from(state["elapsed"])  # before anything is timed
         self._restore_history(checkpoint)
         # Only now is anything removed: what is wrong with data or checkpoint has been said above.
         self.folder.rewind(checkpoint.step)
         best = state["best"]
         if best and best[1] in self.folder.checkpoint_steps():  # else a later one replaced it, and is rewound
             self.recorder.best = (None if eval_changed else best[0], best[1])
-        self.runtime.continue_from(state["elapsed"])
         self.reporter.message(f"goes on from step {checkpoint.step}")
         self._await_workers()
         self.recorder.resumed(state["owed"])

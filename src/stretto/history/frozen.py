@@ -25,6 +25,7 @@ from stretto.history.mixtures import Rows, ShareArray, mix, no_mixtures
 from stretto.records import FloatArray, IntArray
 from stretto.sampling import kernel
 
+FIRST = 1 << 19  # entries of an arena's arrays: 2 MiB, which the operating system may give at once
 SHRINK = 2.25  # from one gap of the Shell sort to the next
 
 
@@ -280,6 +281,8 @@ class Arena:
         token, target = np.zeros(edges, i32), np.zeros(edges, i32)
         rows = np.zeros(states if self._mixed else 0, i32), np.zeros(likely, i32), np.zeros(likely, np.uint16)
         self.arrays = Frozen(link, length, first, counts, weight, token, target, *rows)
+        for array in self.arrays:
+            array[:FIRST] = 0  # else the first steps would wait for the memory
         self._written = (0, 0, 0)
         self._grown = False
 
