@@ -321,7 +321,8 @@ class Tokens:
         top: Alternatives | None = None,
     ) -> None:
         """Append sampled tokens, and the alternatives `top` to them."""
-        self._add_top(top if top is not None else Alternatives.none(len(ids)))
+        if top is not None or self.width:
+            self._add_top(top if top is not None else Alternatives.none(len(ids)))
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
         self.raw_logprobs.extend(raw_logprobs)
@@ -337,9 +338,11 @@ class Tokens:
         self._add_run(self.runs[-1][0] if self.runs else -1, False, len(ids))
 
     def _add_run(self, version: int, trained: bool, count: int) -> None:
-        if self.runs and self.runs[-1][:2] == (version, trained):
-            count += self.runs.pop()[2]
-        self.runs.append((version, trained, count))
+        runs = self.runs
+        if runs and runs[-1][0] == version and runs[-1][1] == trained:
+            runs[-1] = (version, trained, runs[-1][2] + count)
+        else:
+            runs.append((version, trained, count))
 
     def _add_top(self, top: Alternatives) -> None:
         """Append alternatives; call it before the tokens are."""
@@ -353,8 +356,8 @@ class Tokens:
             padded.token_ids[:, : top.width] = top.token_ids
             padded.logprobs[:, : top.width] = top.logprobs
             top = padded
-        self.top_ids.frombytes(top.token_ids.astype(np.int32).tobytes())
-        self.top_logprobs.frombytes(top.logprobs.astype(np.float32).tobytes())
+        self.top_ids.frombytes(np.asarray(top.token_ids, np.int32).tobytes())
+        self.top_logprobs.frombytes(np.asarray(top.logprobs, np.float32).tobytes())
 
     def top(self) -> Alternatives | None:
         """The alternatives at each token, where any are kept."""
