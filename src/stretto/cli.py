@@ -172,10 +172,10 @@ def resume(
     step: Annotated[int | None, OPTION] = None,
     json: Annotated[bool, FLAG] = False,
 ) -> int:
-    """Continue a run from its newest checkpoint; the result is the undisturbed run's.
+    """Continue a run from its newest checkpoint; if nothing is changed, the result is the undisturbed run's.
 
-    How many steps, checkpoints, evaluation and trackers may be changed by their keys (--steps, --checkpoint.every,
-    ...; stretto train --help lists them). Any other change would make it another run and is refused.
+    steps and the sections checkpoint, eval, draft, history, fleet and track may be changed by their keys (--steps,
+    --checkpoint.every, ...; stretto train --help lists them). Any other change would make it another run and is refused.
 
     Args:
         run: The run's folder.

@@ -17,7 +17,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Where one step's time went; what overlaps is counted in each part, so parts may exceed the total."""
+    """Where one step's time went: parts that do not overlap, and add up to the total."""
 
     rollout: float
     reward: float

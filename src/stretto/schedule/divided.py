@@ -9,8 +9,8 @@ again from its tokens (the authors move it through a global pool, and stay with 
 
 Harvest unit: the batch of `prompts` groups, or as many as have `tokens_per_update`. The update waits for the longest
 response. Nothing is dropped but, under `drop_zero_variance`, groups whose rewards are all equal, whose places are
-filled. Strictly synchronous: staleness 0, no history of earlier visits. Offers all three levels of sameness but the
-last: step shapes depend on timing, so it is the same tokens. Favours no response.
+filled. Strictly synchronous: staleness 0, no history of earlier visits. Offers the same
+tokens; in one process the same run, else step shapes depend on timing. Favours no response.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a response is worth: reward functions in four forms, made into one scorer.
+"""What a response is worth: reward functions in three forms, made into one scorer.
 
 A reward function is named in `reward.functions`:
 
