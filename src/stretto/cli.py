@@ -175,7 +175,7 @@ def resume(
     """Continue a run from its newest checkpoint; if nothing is changed, the result is the undisturbed run's.
 
     steps and the sections checkpoint, eval, draft, history, fleet and track may be changed by their keys (--steps,
-    --checkpoint.every, ...; stretto train --help lists them). Any other change would make it another run and is refused.
+    --checkpoint.every, ...; stretto train --help lists them). Any other change would make it another run: refused.
 
     Args:
         run: The run's folder.

@@ -131,7 +131,7 @@ DraftSource = Literal["history", "siblings", "prompt", "dropped"]
 
 
 class DraftConfig(Section):
-    """Speculative decoding: tokens are guessed and verified in one step. Changes the speed, and no token, rounding aside."""
+    """Speculative decoding: tokens are guessed and verified in one step; tokens stay the same, rounding aside."""
 
     budget: Literal["none", "fixed", "aimd", "length_class", "marginal", "goodput"] = "goodput"
     """Which guesses are verified; goodput: what makes the most expected tokens per second; none: plain decoding."""
