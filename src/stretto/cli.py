@@ -225,7 +225,7 @@ def eval(
             raise StrettoError(
                 "--config is for a model; a run has its configuration: change its keys instead"
             )
-        resolved = load_config(run / "config.toml", words)
+        resolved = load_config(run / "config.toml", words, saved=True)
     else:
         resolved = load_config(config, [f"--model.path={target}", *words])
     require_source(resolved)

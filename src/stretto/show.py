@@ -50,7 +50,7 @@ def summary(path: Path) -> dict[str, Any]:
         StrettoError: `path` is no run folder, or a file of it is damaged.
     """
     folder = RunFolder.open(path)
-    config = load_config(path / "config.toml")
+    config = load_config(path / "config.toml", saved=True)
     metrics = folder.metrics()
     return {
         "run": str(path),
@@ -230,7 +230,7 @@ def decoder(path: Path) -> Decode:
     """The run's tokenizer as a function from ids to text; special tokens are kept."""
     from stretto.model import load_tokenizer
 
-    tokenizer = load_tokenizer(load_config(path / "config.toml").model)
+    tokenizer = load_tokenizer(load_config(path / "config.toml", saved=True).model)
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 

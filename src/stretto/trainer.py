@@ -106,9 +106,9 @@ class Trainer:
         """
         folder = Path(folder)
         with RunFolder.open(folder) as run:
-            saved = load_config(run.path / "config.toml")
+            saved = load_config(run.path / "config.toml", saved=True)
             made = run.checkpoint_steps()
-        wanted = load_config(run.path / "config.toml", with_fleet_changes(changes or {}))
+        wanted = load_config(run.path / "config.toml", with_fleet_changes(changes or {}), saved=True)
         check_resumable(saved, wanted)
         _require_steps_left(wanted.steps, made, step)
         trainer = cls(wanted, data=data, reward=reward, reporter=reporter)

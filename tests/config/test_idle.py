@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from stretto.config import dump_toml, load_config, preset_names
 from stretto.config.idle import USED_WITH
@@ -57,6 +58,22 @@ def test_what_a_file_meant_for_another_choice_is_left_with_it(tmp_path: Path) ->
         load_config(path, {"draft.budget": "none", "draft.nodes": 5})
     with pytest.raises(StrettoError, match=r"draft\.noise_aware = false does nothing"):
         load_config(path, {"draft.budget": "none", "draft.noise_aware": False})
+
+
+@pytest.mark.parametrize("key", SET)
+def test_a_runs_own_file_is_read_without_what_does_nothing(key: str, tmp_path: Path) -> None:
+    value, idle = SET[key]
+    other, values = USED_WITH[key]
+    written = dump_toml(load_config("demo", {**idle, other: values[0], key: value}))
+    used = tomllib.loads(written)
+    config = load_config("demo", idle)
+    section, _, name = other.partition(".")
+    used[section][name] = getattr(getattr(config, section), name)
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(used))
+    with pytest.raises(StrettoError, match="does nothing"):
+        load_config(path)
+    assert load_config(path, saved=True) == config
 
 
 @pytest.mark.parametrize("preset", preset_names())

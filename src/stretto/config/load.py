@@ -38,7 +38,10 @@ def preset_names() -> list[str]:
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()
+    source: str | Path | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    saved: bool = False,
 ) -> Config:
     """The configuration of a run.
 
@@ -46,6 +49,8 @@ def load_config(
         source: a TOML file, the name of a preset, or a nested mapping; None is the preset "demo".
         overrides: on top of it: command-line words (`["--learner.learning-rate", "1e-5"]`), or values by
             dotted key.
+        saved: the source is a run's own file: keys in it that do nothing are left out, not refused, for it may be
+            of a version that took them.
 
     Relative paths in a file (model, tokenizer, data, held-out rows, `file.py:name`) are relative to the
     file's folder, elsewhere to the current one; in the result they are absolute.
@@ -85,6 +90,8 @@ def load_config(
     if problems:
         raise StrettoError("\n".join(dict.fromkeys(problems)))
     resolve_paths(layer, Path.cwd())
+    if saved:
+        _leave_idle(tree, tree)
     _leave_source(tree, layer)
     _leave_idle(tree, layer)
     return _validate(_merge(tree, layer), place)

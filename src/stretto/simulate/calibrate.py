@@ -116,7 +116,7 @@ def _relative(predicted: FloatArray, seen: FloatArray) -> float:
 
 def scenario_of(run: Path, measured: dict[str, Any]) -> str:
     """A scenario (TOML) that replays the run's prompts and lengths at the costs measured."""
-    config = load_config(run / "config.toml")
+    config = load_config(run / "config.toml", saved=True)
     error = measured["relative_error"]
     tree = {
         "run": {"steps": measured["updates"], "warmup": 0, "seed": config.seed},
