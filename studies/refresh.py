@@ -153,12 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"| {row['reach']:.0f} | {row['steps']:.1%} | {row['expected']:.1%} |\n"
                 )
     cells = run_cells(options.results / "throughput", THROUGHPUT, options.seeds, (), throughput)
-    speeds = {arm: [c["tokens_per_second"] for c in cells if c["arm"] == arm] for arm in THROUGHPUT}
-    refresh, partial = speeds.values()
-    ratios = spread([a / b for a, b in zip(refresh, partial, strict=True)], 3)
-    text += (
-        f"\n`sorted` on-policy with refresh against partial, useful tokens per second of rollout: {ratios}.\n"
-    )
+    if cells:
+        speeds = {arm: [c["tokens_per_second"] for c in cells if c["arm"] == arm] for arm in THROUGHPUT}
+        refresh, partial = speeds.values()
+        ratios = spread([a / b for a, b in zip(refresh, partial, strict=True)], 3)
+        text += f"\n`sorted` on-policy with refresh against partial, useful tokens per second of rollout: {ratios}.\n"
     (options.results / "table.md").write_text(text)
     print(text, end="")
 
