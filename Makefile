@@ -1,7 +1,9 @@
-# Needs GNU make 3.81+ and Python 3.11 to 3.14 on Linux or macOS; everything else goes into .venv.
+# Needs GNU make 3.81+ and Python 3.11 to 3.14 on Linux or macOS; everything else goes into .venv (and .venv-ray, .venv-trl,
+# .venv-vllm).
 #
 #   make demo       set up, then train the demo model (ARGS="--steps 20" is passed on)
 #   make test       set up, then lint, types and tests: what CI runs (ARGS goes to pytest)
+#   make test-ray   the tests of what needs Ray, in an environment of their own; so test-trl and test-vllm (Linux)
 #   make check      lint and types only; make format mends what can be mended
 #   make docs       write docs/config.md anew
 #   make smollm2    fetch SmolLM2-135M-Instruct for examples/gsm8k_smollm2.toml
@@ -18,7 +20,7 @@
 #   make study-published   the published tables beside ours, simulated; goes on where it stopped
 #   make study-simulator   simulated runs beside real ones; goes on where it stopped
 #   make study-simulation  100,000 random worlds with all invariants, an hour or so; goes on where it stopped
-#   make clean      remove .venv and what the tools leave
+#   make clean      remove the environments and what the tools leave
 #
 # PYTHON=python3.12 chooses the interpreter; TORCH_INDEX_URL=https://... the index that torch comes from.
 
@@ -35,7 +37,13 @@ ifneq ($(shell $(PY) -c 'print(1)' 2>/dev/null),1)
 .PHONY: $(VENV)/.core $(VENV)/.dev
 endif
 
-.PHONY: help demo test check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation clean
+# Stacks that cannot share an environment, and the tests that need them.
+STACKS := ray trl vllm
+TESTS_ray := tests/fleet/test_ray*.py tests/learn/test_sharded*.py
+TESTS_trl := tests/integrations/test_trl*.py
+TESTS_vllm := tests/engine/test_vllm*.py tests/integrations/test_vllm*.py
+
+.PHONY: help demo test $(STACKS:%=test-%) check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -58,6 +66,12 @@ check: $(VENV)/.dev
 test: check
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+$(STACKS:%=$(VENV)-%/.core): $(VENV)-%/.core: $(SETUP_FILES) constraints-vllm.txt
+	@$(SETUP) $*
+
+$(STACKS:%=test-%): test-%: $(VENV)-%/.core
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest $(TESTS_$*) $(ARGS)
+
 format: $(VENV)/.dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -75,4 +89,4 @@ study-kill study-flips study-reuse study-curriculum study-refresh study-publishe
 	$(PY) -m $(@:study-%=studies.%) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/stretto/__pycache__/kernels-*
+	rm -rf $(VENV) $(STACKS:%=$(VENV)-%) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/stretto/__pycache__/kernels-*

@@ -1,7 +1,7 @@
 """Fills .venv: torch first, from the right place, then Stretto in editable form with the pinned versions.
 
 Run by scripts/setup.sh. Needs the standard library only. The stamps `.venv/.core` and `.venv/.dev` are
-written last, so an interrupted set-up starts over.
+written last, so an interrupted set-up starts over. Ray, TRL and vLLM, whose wishes conflict, get a .venv-NAME each.
 
 Where torch comes from: TORCH_INDEX_URL where it is set; else what pip finds by itself, unless that is a CUDA
 build (several GB, and of no use to the demo); then PyTorch's CPU index where that can be reached; else the CUDA
@@ -18,11 +18,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-VENV = Path(".venv")
+KIND = sys.argv[1]
+STACKS = ("ray", "trl", "vllm")
+VENV = Path(f".venv-{KIND}" if KIND in STACKS else ".venv")
 PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = Path("constraints.txt")
+VLLM = Path("constraints-vllm.txt")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = {"core": "", "dev": "[dev]"}
+EXTRAS = {"core": "", "dev": "[dev]", "ray": "[dev,ray]", "trl": "[dev,trl]"}
 
 
 def say(text: str) -> None:
@@ -99,19 +102,31 @@ def install_torch() -> None:
     require(pip("install", *options, requirement), f"installing {requirement}")
 
 
-def main() -> None:
-    kind = sys.argv[1]
-    make_venv()
-    install_torch()
-    project = f".{EXTRAS[kind]}"
-    say(f"installing stretto{EXTRAS[kind]} with the versions of {CONSTRAINTS}")
+def install_vllm() -> None:
+    """vLLM's CPU build and what it needs, as listed: by itself it would fetch other builds of torch."""
+    if sys.platform != "linux":
+        raise SystemExit("set-up: vLLM's CPU build has wheels for Linux only")
+    say(f"installing the versions of {VLLM} (350 MB)")
+    require(pip("install", "--quiet", "--no-deps", "--requirement", str(VLLM)), "installing vLLM's CPU build")
+    require(pip("install", "--quiet", "--no-deps", "--editable", "."), "installing stretto")
+
+
+def install_stretto() -> None:
+    project = f".{EXTRAS[KIND]}"
+    say(f"installing stretto{EXTRAS[KIND]} with the versions of {CONSTRAINTS}")
     installed = pip("install", "--quiet", "--constraint", str(CONSTRAINTS), "--editable", project)
     require(installed, "installing stretto")
+
+
+def main() -> None:
+    make_venv()
+    install_torch()
+    install_vllm() if KIND == "vllm" else install_stretto()
     say("checking the installation and compiling what needs compiling")
     doctor = subprocess.run([str(VENV / "bin" / "stretto"), "doctor"], check=False)
     require(doctor.returncode == 0, "stretto doctor")
     (VENV / ".core").touch()
-    if kind == "dev":
+    if KIND == "dev":
         (VENV / ".dev").touch()
     say("done")
 
