@@ -43,7 +43,7 @@ TESTS_ray := tests/fleet/test_ray*.py tests/learn/test_sharded*.py
 TESTS_trl := tests/integrations/test_trl*.py
 TESTS_vllm := tests/engine/test_vllm*.py tests/integrations/test_vllm*.py
 
-.PHONY: help demo test $(STACKS:%=test-%) check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation clean
+.PHONY: help demo test test-ray test-trl test-vllm check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -69,7 +69,7 @@ test: check
 $(STACKS:%=$(VENV)-%/.core): $(VENV)-%/.core: $(SETUP_FILES) constraints-vllm.txt
 	@$(SETUP) $*
 
-$(STACKS:%=test-%): test-%: $(VENV)-%/.core
+test-ray test-trl test-vllm: test-%: $(VENV)-%/.core
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest $(TESTS_$*) $(ARGS)
 
 format: $(VENV)/.dev

@@ -41,6 +41,7 @@ class TestSources:
     def test_what_is_remembered_later_reaches_the_next_request(self) -> None:
         it = drafter(sources=["history"])
         it.begin(0, request(0))
+        propose(it, [0], [0])
         it.remember([rollout([1, 2])])
         it.begin(1, request(1))
         assert propose(it, [0, 1], [0, 0]).counts.tolist() == [0, 2]

@@ -12,7 +12,7 @@ from stretto.draft.calibration import Calibration
 from stretto.draft.cost import CostModel
 from stretto.draft.counters import Counters
 from stretto.draft.dropped import path_estimates
-from stretto.draft.follow import follow, grow_at, nowhere
+from stretto.draft.follow import follow, follow_history, grow_at, nowhere
 from stretto.draft.tree import Rules, room_for
 from stretto.history.automaton import LivePool, find_text, match_live
 from stretto.history.frozen import Arena, freeze
@@ -35,6 +35,7 @@ def compile_kernels() -> None:
     arena.add(freeze(tokens, np.array([0, text.size]), np.ones(text.size), rows))
     at, calibration, grown = nowhere(1), Calibration(), room_for(1, 2)
     follow(arena.arrays, pool.arrays, at, one, one, text[:0])
+    follow_history(arena.arrays, at, 0, text[:0])
     path_estimates(calibration.table, 1)
     rules, key = Rules(2, True, True), np.zeros(1, np.uint64)
     table = calibration.table

@@ -24,7 +24,6 @@ class Counters:
     observe_seconds: float = 0.0
     end_seconds: float = 0.0
     longest_wait: float = 0.0  # seconds that one step waited for the index
-    waiting: float = 0.0  # since the last step
     proposed: int = 0
     drafted: IntArray = field(default_factory=lambda: np.zeros(len(SOURCES), np.int64))
     accepted: IntArray = field(default_factory=lambda: np.zeros(len(SOURCES), np.int64))
@@ -35,12 +34,11 @@ class Counters:
         of_source, of_depth = (self.drafted, self.accepted), (self.tested, self.passed)
         _count(drafts.sources, drafts.depth, verified.reached, verified.accepted, of_source, of_depth)
 
-    def step(self) -> None:
-        """What was waited since the last call was waited by one step."""
-        self.longest_wait, self.waiting = max(self.longest_wait, self.waiting), 0.0
+    def waited(self, seconds: float) -> None:
+        """A step has waited so long for the index."""
+        self.longest_wait = max(self.longest_wait, seconds)
 
     def counts(self) -> Tally:
-        self.step()
         names = (
             "begin_seconds",
             "propose_seconds",

@@ -21,7 +21,8 @@ from stretto.draft.calibration import Calibration
 from stretto.draft.compile import compile_kernels
 from stretto.draft.counters import Counters
 from stretto.draft.dropped import DROPPED, DroppedWork
-from stretto.draft.follow import follow, grow_at, nowhere
+from stretto.draft.follow import follow, follow_history, grow_at, nowhere
+from stretto.draft.openings import Openings
 from stretto.draft.tree import Rules, room_for
 from stretto.errors import StrettoError
 from stretto.history.automaton import LivePool, find_text, match_live
@@ -91,12 +92,12 @@ class HistoryDrafter:
         self.calibration = Calibration()
         self._sources = frozenset(sources)
         self._rules = Rules(max_nodes, noise_aware, probabilities)
-        self._wait, self._pause, self._generation, self._clock = wait, pause, generation, clock
+        self._pause, self._generation, self._clock = pause, generation, clock
         self._pool = LivePool()
         self._groups: OrderedDict[int, _Group] = OrderedDict()  # the one used longest ago first
         self._request_group = column(-1)
         self._key = np.zeros(slots, np.uint64)
-        self._handle = column(-1)
+        self._openings = Openings(index, slots, wait)
         self._at = nowhere(slots)  # by slot
         self._arena = index.arrays()  # as `_at.state_base` and `edge_base` have it
         self._newest = -1  # of the automata of responses in flight
@@ -119,19 +120,13 @@ class HistoryDrafter:
         self._catch_up()
         self._fruitless = min(self._fruitless, 2)
         uid = prompt_uid(request.prompt_ids)
+        tokens = np.concatenate([[START], request.token_ids]).astype(np.int64)
         if "history" in self._sources:
-            if self._wait:
-                self.index.wait([uid])
-            self._handle[slot] = self.index.open(uid)
-            self._counters.waiting += self._clock() - began
+            self._openings.begin(slot, uid, tokens)
         group = self._group(request)
         group.users += 1
         self._request_group[slot], self._key[slot] = request.group, request.key
-        at, one = self._at, np.array([slot])
-        at.state_base[one], at.edge_base[one] = self.index.bases(self._handle[one])
-        at.state[slot] = at.length[slot] = 0
-        if self._handle[slot] >= 0:
-            self._follow(one, np.ones(1, np.int64), np.array([START]))
+        at = self._at
         # A response goes on from its prompt, in which there is no START.
         at.prompt[slot], at.prompt_state[slot], at.prompt_length[slot] = (
             group.automaton,
@@ -139,8 +134,7 @@ class HistoryDrafter:
             group.length,
         )
         if request.token_ids.size:
-            self._follow(one, np.array([request.token_ids.size]), request.token_ids.astype(np.int64))
-        tokens = np.concatenate([[START], request.token_ids]).astype(np.int64)
+            self._follow(np.array([slot]), np.array([request.token_ids.size]), tokens[1:])
         dropped = request.draft_ids if "dropped" in self._sources else tokens[:0]
         if dropped.size:
             self._dropped.begin(slot, request)
@@ -155,9 +149,7 @@ class HistoryDrafter:
         self._catch_up()
         if length is not None:
             self.budget.end(slot, length)
-        if self._handle[slot] >= 0:
-            self.index.close(int(self._handle[slot]))
-            self._handle[slot] = -1
+        self._openings.end(slot)
         if self._at.group[slot] >= 0:
             self._leave(slot)
         self._at.state_base[slot] = self._at.prompt[slot] = -1
@@ -175,7 +167,6 @@ class HistoryDrafter:
 
     def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
         began = self._clock()
-        self._counters.step()
         dropped, fruitless = None, self._fruitless
         drops = self._dropped.any
         self._paused = bool(fruitless & (fruitless - 1) and fruitless % self._pause) and not drops
@@ -184,6 +175,7 @@ class HistoryDrafter:
             self._raw, self._rows = self._grown.raw[:0], self._grown.rows[:0]
             return no_drafts(slots.size)
         self._catch_up()
+        self._open_histories()
         if drops:
             dropped = self._dropped.paths(slots, room, self.calibration.table, self.budget.floor)
             room = np.where(dropped[0].counts > 0, 0, room)
@@ -239,6 +231,7 @@ class HistoryDrafter:
         if self._dropped.any:
             self._dropped.follow(slots, verified.emitted, token_ids)
         self._late.append((slots, verified.emitted, token_ids))
+        self._openings.said(slots, verified.emitted, token_ids)
         if not self._paused:
             self._catch_up()
         self._counters.observe_seconds += self._clock() - began
@@ -361,12 +354,24 @@ class HistoryDrafter:
             if handle != self._newest:
                 self._pool.close(handle)
 
+    def _open_histories(self) -> None:
+        """Of requests that began, as far as one step should wait for it."""
+        began = self._clock()
+        opened = self._openings.open()
+        self._counters.waited(self._clock() - began)
+        at = self._at
+        for slot, said in opened:
+            one = np.array([slot])
+            at.state_base[one], at.edge_base[one] = self.index.bases(self._openings.handles[one])
+            at.state[slot] = at.length[slot] = 0
+            follow_history(self._frozen(), at, slot, said)
+
     def _frozen(self) -> Frozen:
         """The arena of histories in use; where it is a new one, everything in it has moved."""
         arrays = self.index.arrays()
         if arrays is not self._arena:
             self._arena = arrays
-            self._at.state_base[:], self._at.edge_base[:] = self.index.bases(self._handle)
+            self._at.state_base[:], self._at.edge_base[:] = self.index.bases(self._openings.handles)
         return arrays
 
     def _catch_up(self) -> None:

@@ -29,6 +29,17 @@ def nowhere(slots: int) -> Matches:
 
 
 @kernel()
+def follow_history(frozen: Frozen, matches: Matches, slot: int, tokens: IntArray) -> None:
+    """Take the request in `slot` over new `tokens` (T,) in its history alone, in place."""
+    state, length = matches.state[slot], matches.length[slot]
+    for token in tokens:
+        state, length = advance(
+            frozen, matches.state_base[slot], matches.edge_base[slot], state, length, token
+        )
+    matches.state[slot], matches.length[slot] = state, length
+
+
+@kernel()
 def follow(
     frozen: Frozen, pool: Pool, matches: Matches, slots: IntArray, counts: IntArray, tokens: IntArray
 ) -> None:
@@ -42,12 +53,7 @@ def follow(
         slot, new = slots[r], tokens[at : at + counts[r]]
         at += counts[r]
         if matches.state_base[slot] >= 0:
-            state, length = matches.state[slot], matches.length[slot]
-            for token in new:
-                state, length = advance(
-                    frozen, matches.state_base[slot], matches.edge_base[slot], state, length, token
-                )
-            matches.state[slot], matches.length[slot] = state, length
+            follow_history(frozen, matches, slot, new)
         if matches.prompt[slot] >= 0:
             state, length = matches.prompt_state[slot], matches.prompt_length[slot]
             for token in new:

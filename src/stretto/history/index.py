@@ -50,6 +50,7 @@ class _History:
     revision: int = 0  # of the index, when the responses last changed
     automaton: Frozen | None = None
     built: int = -1  # revision that the automaton is made of
+    awaited: int = -1  # revision that was last waited for
     promised: int = 0  # bytes that the build under way makes at most
     handle: int = -1  # of that automaton in the arena
     pins: int = 0  # handles of any age that are open
@@ -225,9 +226,14 @@ class HistoryIndex:
 
         Those that the thread has not come to are built here, so that nobody waits for other prompts' builds.
         """
-        wanted = set(uids)
+        histories = {uid: history for uid in uids if (history := self._histories.get(uid)) is not None}
+        wanted = {uid for uid, history in histories.items() if history.awaited != history.revision}
+        if not wanted:  # the common case, a group's second request
+            return
         self.prepare(wanted)
         self._finish(wanted.__contains__)
+        for uid in wanted:
+            histories[uid].awaited = histories[uid].revision
         self._keep_within_bounds()
 
     def _finish(self, wanted: Callable[[str], bool]) -> None:
@@ -260,6 +266,13 @@ class HistoryIndex:
     def _promise(self, history: _History, largest: int) -> None:
         self._promised_bytes += largest - history.promised
         history.promised = largest
+
+    def opening(self, uid: str) -> int:
+        """Bytes that `open` would copy now."""
+        history = self._histories.get(uid)
+        if history is None or history.automaton is None or history.handle >= 0:
+            return 0
+        return history.automaton.nbytes
 
     def open(self, uid: str) -> int:
         """A handle of the prompt's newest automaton that is ready, pinned until `close`; -1 if there is none.

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stretto.draft import openings
+from stretto.draft.drafter import HistoryDrafter
+from tests.draft.engine import drafter, propose, request, rollout, step
+
+PROMPTS = [(5, 6, 7), (5, 6, 8), (5, 6, 9), (5, 6, 10)]
+SLOTS = [0, 1, 2, 3]
+
+
+def begun(most: int, monkeypatch: pytest.MonkeyPatch) -> HistoryDrafter:
+    """A drafter with a request for each prompt, all of which have answered before; a step opens `most` bytes."""
+    monkeypatch.setattr(openings, "OPENED", most)
+    it = drafter(sources=["history"])
+    for prompt in PROMPTS:
+        it.remember([rollout([1, 2, 3, 4, 1, 2, 4, 4], prompt=prompt)])
+    for slot, prompt in enumerate(PROMPTS):
+        it.begin(slot, request(slot, slot, prompt))
+    return it
+
+
+def test_a_step_opens_what_it_may_and_the_first_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = begun(1, monkeypatch)
+    drafted = [(propose(it, SLOTS, [known] * 4).counts > 0).tolist() for known in range(4)]
+    assert drafted == [[place <= known for place in range(4)] for known in range(4)]
+
+
+def test_those_of_one_prompt_are_opened_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = begun(1, monkeypatch)
+    it.end(3, None)
+    it.end(2, None)
+    it.begin(2, request(2, 0, PROMPTS[0]))
+    assert (propose(it, [0, 1, 2], [0] * 3).counts > 0).tolist() == [True, False, False]
+    assert (propose(it, [0, 1, 2], [0] * 3).counts > 0).tolist() == [True, True, True]
+
+
+def test_what_was_said_before_is_followed_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once all are open, drafts are those of requests whose histories were open from the start."""
+    late, soon = begun(1, monkeypatch), begun(1 << 30, monkeypatch)
+    propose(soon, SLOTS, [0] * 4)
+    for it in (late, soon):
+        monkeypatch.setattr(openings, "OPENED", 1)
+        for known in range(3):
+            step(it, SLOTS, [known] * 4, [[token] for token in (1, 2, 3, 2)])
+    soon.load_state_dict(late.state_dict())  # it has learned more
+    a, b = (propose(it, SLOTS, [3] * 4) for it in (late, soon))
+    assert a.counts.all()
+    assert np.array_equal(a.token_ids, b.token_ids)
+    assert np.array_equal(a.counts, b.counts)
+
+
+def test_who_ends_unopened_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = begun(1, monkeypatch)
+    for slot in SLOTS:
+        it.end(slot, None)
+    it.begin(0, request(9, 9, (1, 1)))
+    assert propose(it, [0], [0]).counts.tolist() == [0]
