@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -38,6 +38,7 @@ from stretto.history.lengths import LengthHistory
 from stretto.history.log import read_rollouts
 from stretto.learn.background import BackgroundLearner
 from stretto.learn.learner import Learner
+from stretto.learn.sharded import ShardedLearner
 from stretto.model import load_model
 from stretto.observe.progress import Reporter
 from stretto.observe.trackers import Trackers, open_trackers
@@ -85,17 +86,7 @@ class Run:
         self.schedule = make_schedule(config.schedule, self.lengths)
         in_process = config.fleet.kind == "in_process"
         shared = in_process and not self.schedule.overlaps and config.fleet.weights != "copy"
-        self.learner = Learner(
-            self.model,
-            config.learner,
-            sampling=config.sampling,
-            total_steps=config.steps,
-            post=runtime.post,
-            lora=config.model.lora,
-            weights="shared" if shared else "copy",
-            deterministic=config.deterministic,
-            seed=config.seed,
-        )
+        self.learner = self._make_learner("shared" if shared else "copy", stack)
         self.previous = make_previous(config)
         self.ledger = self._make_ledger()
         self.grader = Grader(
@@ -117,6 +108,26 @@ class Run:
         stack.callback(trackers.close)
         self.recorder = self._make_recorder(trackers)
         self.unanswered: list[Rollout] = []
+
+    def _make_learner(self, weights: Literal["shared", "copy"], stack: ExitStack) -> Learner | ShardedLearner:
+        config, post = self.config, self.runtime.post
+        if config.learner.shards > 1:
+            self.reporter.message(f"{config.learner.shards} processes of the learner load the model")
+            scratch = self.folder.path / "learner"
+            sharded = ShardedLearner(self.model, config, scratch=scratch, post=post, weights=weights)
+            stack.callback(sharded.close)
+            return sharded
+        return Learner(
+            self.model,
+            config.learner,
+            sampling=config.sampling,
+            total_steps=config.steps,
+            post=post,
+            lora=config.model.lora,
+            weights=weights,
+            deterministic=config.deterministic,
+            seed=config.seed,
+        )
 
     def _make_ledger(self) -> Ledger:
         config = self.config

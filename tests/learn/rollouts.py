@@ -120,7 +120,7 @@ def learner(
     model: PreTrainedModel, *, post: Callable[[Event], None] = lambda _: None, **settings: Any
 ) -> Learner:
     """A learner with settings of `LearnerConfig` and of its own by name."""
-    names = ("lora", "weights", "deterministic", "seed", "total_steps")
+    names = ("lora", "weights", "deterministic", "seed", "total_steps", "shards")
     own = {"total_steps": 10, **{name: settings.pop(name) for name in names if name in settings}}
     sampling = {"temperature": 0.9, "max_new_tokens": 20} | settings.pop("sampling", {})
     config = LearnerConfig.model_validate({"learning_rate": 0.01} | settings)

@@ -205,6 +205,11 @@ def run(config: Config) -> None:
     schedule, sampling, engine = config.schedule, config.sampling, config.engine
     _check_fleet(config.fleet)
     idle.run(config)
+    if config.learner.shards > 1 and config.model.lora is not None:
+        raise StrettoError(
+            f"learner.shards = {config.learner.shards} with model.lora: adapters are trained in one process; use "
+            "learner.shards = 1"
+        )
     if config.fleet.weights == "shared" and overlaps(schedule):
         kind = f'schedule.kind = "{schedule.kind}"'
         if schedule.kind == "sorted":
@@ -293,6 +298,10 @@ COMPARED = ("eval.split", "eval.path", "eval.limit", "eval.samples", "eval.tempe
 """Keys on which an evaluation's accuracy depends: with one changed, it cannot be compared with those before."""
 
 
+EXACTLY = ("fleet.kind", "fleet.workers", "fleet.threads", "learner.shards")
+"""Keys that decide what is computed together."""
+
+
 def resume_warnings(config: Config, changed: Sequence[str]) -> list[str]:
     """What it means for a resumed run that the keys `changed` have new values."""
     said = []
@@ -301,7 +310,7 @@ def resume_warnings(config: Config, changed: Sequence[str]) -> list[str]:
             f'steps = {config.steps}: learner.lr_schedule = "{config.learner.lr_schedule}" now ends there, so the '
             "steps to come have other learning rates than they would have had"
         )
-    fleet = [key for key in changed if key in ("fleet.kind", "fleet.workers", "fleet.threads")]
+    fleet = [key for key in changed if key in EXACTLY]
     if fleet and config.deterministic:
         said.append(
             f"{', '.join(fleet)} changed: from here on it is not bit for bit the run that it would have been (a "

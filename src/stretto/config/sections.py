@@ -239,6 +239,8 @@ class LearnerConfig(Section):
     """Packed tokens in one forward and backward pass."""
     gradient_checkpointing: bool = False
     """Recompute activations: less memory, more time."""
+    shards: int = Field(default=1, ge=1, le=1024)
+    """Processes that divide weights, optimizer state and work (FSDP2), each with its own GPU where there are any."""
 
 
 class CheckpointConfig(Section):

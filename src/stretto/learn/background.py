@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from stretto.learn.learner import Learner
+from stretto.learn.sharded import ShardedLearner
 from stretto.records import Event, UpdateBatch
 from stretto.weights import WeightsRef
 
@@ -28,7 +29,10 @@ class BackgroundLearner:
     """
 
     def __init__(
-        self, learner: Learner, post: Callable[[Event], None], now: Callable[[], float] = lambda: 0.0
+        self,
+        learner: Learner | ShardedLearner,
+        post: Callable[[Event], None],
+        now: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._learner, self._post, self._now = learner, post, now
         self._seconds = 0.0  # of work for the next `Updated`

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from stretto.errors import StrettoError
+from stretto.learn.shards import divided_like
 
 FORMAT = 1
 
@@ -54,7 +55,7 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
         )
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(found[name])
+            parameter.copy_(divided_like(found[name], parameter))
 
 
 def _kind(tensors: Mapping[str, torch.Tensor], name: str) -> str:

@@ -21,13 +21,13 @@ from stretto.errors import StrettoError
 from stretto.learn.advantages import PromptMeans, batch_advantages, group_advantages
 from stretto.learn.attention import PackedCausalAttention
 from stretto.learn.files import FORMAT, load_weights, read_state, read_tensors
-from stretto.learn.logprobs import token_logprobs
+from stretto.learn.logprobs import Scorer
 from stretto.learn.lora import adapters_disabled, inject_lora, load_adapter, merged_weights, save_adapter
 from stretto.learn.losses import importance_weights, kl_to_reference, policy_loss, token_weights
 from stretto.learn.measurements import Measurements
 from stretto.learn.optimizer import Optimizer
 from stretto.learn.packing import MicroBatch, TrainedTokens, pack, trained_tokens
-from stretto.model import hidden_states
+from stretto.learn.shards import Shards, whole
 from stretto.records import Event, FloatArray, Rollout, UpdateBatch, Updated
 from stretto.weights import WeightsRef
 
@@ -74,10 +74,13 @@ class Learner:
         weights: Literal["shared", "copy"] = "shared",
         deterministic: bool = True,
         seed: int = 0,
+        shards: Shards | None = None,
     ) -> None:
         """`model` must have its initial weights, also when `load` follows: they are the KL's reference.
 
-        Adapters, if any, are put into `model` in place. Raises `StrettoError` for settings that cannot be trained with.
+        Adapters, if any, are put into `model` in place. With `shards` this is one of the ranks, all of which must make
+        the same calls, and `model` is divided among them. Raises `StrettoError` for settings that cannot be trained
+        with.
         """
         if sampling.temperature == 0:
             raise StrettoError(
@@ -99,17 +102,27 @@ class Learner:
         self._lora = lora
         self._weights = weights
         self._deterministic = deterministic
-        self._reference = copy.deepcopy(model) if config.kl_coef > 0 and lora is None else None
+        self._shards = shards
+        self._reference: Scorer | None = None
+        if config.kl_coef > 0 and lora is None:
+            self._reference = self._scorer(copy.deepcopy(model))
         if lora is not None:
             inject_lora(model, lora, seed)
         else:
             model.requires_grad_(True)
         if config.gradient_checkpointing:
             _enable_checkpointing(model)
+        self._policy = self._scorer(model)
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = Optimizer(self._trained, config, total_steps)
         self._parts: list[_Part] = []  # of the next update
         self._means = PromptMeans()
+
+    def _scorer(self, model: PreTrainedModel) -> Scorer:
+        scorer = Scorer(model)
+        if self._shards is not None:
+            self._shards.shard(scorer, tuple(model._no_split_modules or ()))
+        return scorer
 
     # ---- updates ------------------------------------------------------------------------------------------
 
@@ -187,10 +200,10 @@ class Learner:
         with self._training():
             packed = [(m, True) for m in pack(rollouts, learning, tokens, budget)]
             packed += [(m, False) for m in pack(rollouts, measured, tokens, budget)]
-            padding = [self._micro_batch(m, columns, train=train) for m, train in packed]
+            padding = self._micro_batches(packed, columns)
             self._check_finite(columns, rollouts)
         packed_tokens = sum(len(m.token_ids) for m, _ in packed)
-        return _Part(excluded, columns, advantages, size, len(packed), packed_tokens, max(padding))
+        return _Part(excluded, columns, advantages, size, len(packed), packed_tokens, padding)
 
     def _advantages(self, rollouts: list[Rollout]) -> FloatArray:
         rewards, normalize = np.array([r.reward for r in rollouts]), self.config.advantage_normalization
@@ -203,13 +216,26 @@ class Learner:
                 self._means.observe(rollout.prompt, rollout.visit, rollout.reward)
         return batch_advantages(rewards, baseline, normalize=normalize)
 
+    def _micro_batches(self, packed: list[tuple[MicroBatch, bool]], columns: Measurements) -> float:
+        """Compute them, those marked True backward too; the largest share of padding in attention."""
+        if self._shards is None:
+            return max(self._micro_batch(m, columns, train=train) for m, train in packed)
+        padding = 0.0
+        apart = Measurements(columns.tokens, columns.advantages, columns.weights)  # what doesn't count
+        none = Measurements(columns.tokens, columns.advantages, np.zeros(len(columns.tokens)))
+        for train in (True, False):
+            for m, counts in self._shards.share([m for m, trained in packed if trained == train]):
+                padding = max(padding, self._micro_batch(m, apart if counts else none, train=train))
+        columns.take(apart, self._shards.sum)
+        return padding
+
     def _micro_batch(self, micro_batch: MicroBatch, columns: Measurements, *, train: bool) -> float:
         """Forward, and backward if `train`; returns the share of padding in attention."""
         device = self.model.device
         attend = PackedCausalAttention(micro_batch.sequences, len(micro_batch.token_ids), device)
         chosen = micro_batch.tokens
         with torch.set_grad_enabled(train):
-            logprobs, entropy = self._logprobs(self.model, micro_batch, columns.tokens, attend)
+            logprobs, entropy = self._logprobs(self._policy, micro_batch, columns.tokens, attend)
 
             def column(values: FloatArray) -> torch.Tensor:
                 return torch.from_numpy(values[chosen]).to(device, logprobs.dtype)
@@ -247,34 +273,22 @@ class Learner:
         return attend.padding
 
     def _logprobs(
-        self,
-        model: PreTrainedModel,
-        micro_batch: MicroBatch,
-        tokens: TrainedTokens,
-        attend: PackedCausalAttention,
+        self, scorer: Scorer, micro_batch: MicroBatch, tokens: TrainedTokens, attend: PackedCausalAttention
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies (n,) of the micro-batch's trained tokens."""
-        device = model.device
-        hidden = hidden_states(
-            model,
-            torch.from_numpy(micro_batch.token_ids).to(device),
-            torch.from_numpy(micro_batch.positions).to(device),
-            attend,
-        )
-        return token_logprobs(
-            model,
-            hidden.index_select(0, torch.from_numpy(micro_batch.rows).to(device)),
-            torch.from_numpy(tokens.targets[micro_batch.tokens]).to(device),
-            self._sampling.temperature,
-            entropy_grad=self.config.entropy_coef != 0,
-        )
+        targets = tokens.targets[micro_batch.tokens]
+        columns = (micro_batch.token_ids, micro_batch.positions, micro_batch.rows, targets)
+        token_ids, positions, rows, chosen = (torch.from_numpy(c).to(self.model.device) for c in columns)
+        temperature, entropy_grad = self._sampling.temperature, self.config.entropy_coef != 0
+        scored = scorer(token_ids, positions, attend, rows, chosen, temperature, entropy_grad)
+        return scored[0], scored[1]
 
     def _reference_logprobs(
         self, micro_batch: MicroBatch, tokens: TrainedTokens, attend: PackedCausalAttention
     ) -> torch.Tensor:
         without_adapters = adapters_disabled(self.model) if self._reference is None else nullcontext()
         with torch.no_grad(), without_adapters:
-            return self._logprobs(self._reference or self.model, micro_batch, tokens, attend)[0]
+            return self._logprobs(self._reference or self._policy, micro_batch, tokens, attend)[0]
 
     def _check_finite(self, columns: Measurements, rollouts: list[Rollout]) -> None:
         bad = columns.not_finite()
@@ -315,19 +329,22 @@ class Learner:
             trained = {name: p.detach() for name, p in self._trained.items()}
             return WeightsRef(self.version, "shared", trained)
         # Cloned: the learner may make its next step before a worker has taken these.
-        tensors = {name: tensor.clone() for name, tensor in merged_weights(self.model).items()}
+        tensors = {name: whole(tensor).clone() for name, tensor in merged_weights(self.model).items()}
         return WeightsRef(self.version, "copy", tensors)
 
     def save(self, folder: Path) -> None:
         """Write the policy into `folder`, which exists, in Hugging Face format (adapters merged, and by themselves in
         `adapter/` as peft reads them), and what `load` needs to go on as if nothing had happened.
         """
-        self.model.save_pretrained(folder, state_dict=merged_weights(self.model))
+        weights = {name: whole(tensor) for name, tensor in merged_weights(self.model).items()}
+        moments = {name: whole(tensor).contiguous() for name, tensor in self._optimizer.state_dict().items()}
+        if self._shards is not None and self._shards.rank > 0:
+            return
+        self.model.save_pretrained(folder, state_dict=weights)
         if self._lora is not None:
             (folder / ADAPTER_FOLDER).mkdir()
             save_adapter(self.model, folder / ADAPTER_FOLDER)
-        state = {name: tensor.contiguous() for name, tensor in self._optimizer.state_dict().items()}
-        save_file(state, folder / OPTIMIZER_FILE)
+        save_file(moments, folder / OPTIMIZER_FILE)
         body: dict[str, Any] = {
             "format": FORMAT,
             "version": self.version,

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from stretto.model import logits
+from stretto.model import Attend, hidden_states, logits
 
 CHUNK_SCORES = 1 << 25
 """Scores (tokens x vocabulary) held at once: 128 MiB in float32."""
+
+
+class Scorer(nn.Module):
+    """From packed tokens to log-probabilities in one module call, in which a sharded model gathers its weights."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        entropy_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of `targets` (n,), each predicted by one of `rows` (n,) of `token_ids` (T,) at `positions`
+        (T,), and entropies (n,): see `token_logprobs`.
+        """
+        hidden = hidden_states(self.model, token_ids, positions, attend).index_select(0, rows)
+        return token_logprobs(self.model, hidden, targets, temperature, entropy_grad=entropy_grad)
 
 
 def token_logprobs(
@@ -62,7 +87,7 @@ def _chunk(
     if scores.dtype != torch.float64:
         scores = scores.float()
     logprobs = torch.log_softmax(scores / temperature, dim=-1)
-    chosen = logprobs.gather(-1, targets[:, None])[:, 0]
+    chosen = logprobs.gather(-1, targets[:, None]).sum(-1)  # not a view: FSDP2 hooks into what comes out
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -(logprobs.exp() * logprobs).sum(-1)
     return chosen, entropy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,6 +37,16 @@ class Measurements:
             setattr(whole, name, np.concatenate([getattr(part, name) for part in parts]))
         whole.weights, whole.loss = whole.weights * scale, whole.loss * scale
         return whole
+
+    def take(self, shares: Measurements, total: Callable[[FloatArray], FloatArray]) -> None:
+        """What several processes measured, each some of the tokens; `total` sums an array over them."""
+        mine = ~np.isnan(shares.logprobs) | ~np.isnan(shares.loss)
+        measured = total(mine.astype(np.float64)) > 0
+        for name in ("logprobs", "entropy", "loss", "kl"):
+            values = getattr(shares, name)
+            getattr(self, name)[:] = np.where(measured, total(np.where(mine, values, 0.0)), np.nan)
+        for name in ("clipped", "capped"):
+            getattr(self, name)[:] = total((getattr(shares, name) & mine).astype(np.float64)) > 0
 
     def not_finite(self) -> list[int]:
         """Tokens whose log-prob, here or from the engine, or loss isn't finite, or was never measured."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from stretto.config import LearnerConfig
 from stretto.errors import StrettoError
+from stretto.learn.shards import divided_like, whole
 
 
 def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
@@ -83,12 +84,12 @@ class Optimizer:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
             gradients.append(tensor.grad)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         if not torch.isfinite(norm):
             bad = [
                 name
                 for name, t in self._trained.items()
-                if t.grad is not None and not t.grad.isfinite().all()
+                if t.grad is not None and not whole(t.grad).isfinite().all()
             ]
             self.discard_gradients()
             raise StrettoError(
@@ -149,9 +150,9 @@ class Optimizer:
             if steps:
                 self._adamw.state[trained] = {
                     "step": torch.tensor(float(steps), dtype=torch.float32, device=trained.device),
-                    "exp_avg": state[f"exp_avg/{name}"].to(trained.device).clone(),
-                    "exp_avg_sq": state[f"exp_avg_sq/{name}"].to(trained.device).clone(),
+                    "exp_avg": divided_like(state[f"exp_avg/{name}"], trained).clone(),
+                    "exp_avg_sq": divided_like(state[f"exp_avg_sq/{name}"], trained).clone(),
                 }
         with torch.no_grad():
             for name in masters:
-                self._trained[name].copy_(state[f"master/{name}"])
+                self._trained[name].copy_(divided_like(state[f"master/{name}"], self._trained[name]))

@@ -1,0 +1,179 @@
+"""The learner in several processes, as the trainer sees it; they divide weights, optimizer state and work (FSDP2)."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from stretto.config import Config
+from stretto.errors import StrettoError
+from stretto.learn.rank import (
+    Accumulate,
+    Command,
+    Done,
+    Failed,
+    Load,
+    Publish,
+    Refused,
+    Reply,
+    Save,
+    Setup,
+    Update,
+)
+from stretto.model import copy_tensors
+from stretto.records import Event, Rollout, UpdateBatch, Updated
+from stretto.spawn import ProcessLost, SpawnedProcess
+from stretto.weights import WeightsRef
+
+logger = logging.getLogger(__name__)
+
+RANK = "stretto.learn.rank"
+POLL = 0.1  # seconds between looks at the others, while one has nothing to say
+
+
+class ShardedLearner:
+    """`Learner`'s calls, made in `config.learner.shards` processes at once.
+
+    `model` is the trainer's own copy of the policy, for evaluation and for an engine in this process: it gets the
+    weights of each new version before `update` returns. `scratch` is a folder for weights on their way, the learner's
+    own. What ends a process ends the run, which `stretto resume` takes up from its newest checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: Config,
+        *,
+        scratch: Path,
+        post: Callable[[Event], None],
+        weights: Literal["shared", "copy"] = "shared",
+    ) -> None:
+        """Raises StrettoError for settings that cannot be trained with, or if a process cannot be started."""
+        if config.sampling.temperature == 0:
+            raise StrettoError(
+                "sampling.temperature = 0: greedy responses have no probabilities to learn from; use 1.0"
+            )
+        self.model = model
+        self.version = 0
+        self._post = post
+        self._weights: Literal["shared", "copy"] = weights
+        self._scratch = scratch
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        count = config.learner.shards
+        config = config.model_copy(update={"threads": max(1, (config.threads or count) // count)})
+        rendezvous = str((scratch / f"ranks-{secrets.token_hex(4)}").resolve())
+        self._ranks: list[SpawnedProcess] = []
+        try:
+            for rank in range(count):
+                self._ranks.append(SpawnedProcess(RANK, _shown(rank)))
+                self._ranks[rank].send(_pack(Setup(config, rank, count, rendezvous)))
+            self._collect()
+        except OSError as error:
+            self.close()
+            raise StrettoError(f"learner.shards = {count}: a process cannot be started: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, batch: UpdateBatch) -> None:
+        """Make the optimiser step for `batch` and post `Updated`."""
+        self._post(self.update(batch))
+
+    def accumulate(self, batch: UpdateBatch) -> None:
+        """See `Learner.accumulate`."""
+        self._all(Accumulate(_bare(batch)))
+
+    def update(self, batch: UpdateBatch) -> Updated:
+        """See `Learner.update`; then the new weights are in `model`."""
+        first = self._all(Update(_bare(batch)))
+        assert first.updated is not None
+        self._fetch()
+        return first.updated
+
+    def publish(self) -> WeightsRef:
+        """The newest weights for the engines."""
+        tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        if self._weights == "copy":
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        return WeightsRef(self.version, self._weights, tensors)
+
+    def save(self, folder: Path) -> None:
+        """See `Learner.save`: the files are the same."""
+        self._all(Save(folder.resolve()))
+
+    def load(self, folder: Path) -> None:
+        """See `Learner.load`: the files may be of a learner in one process, or in another number of them."""
+        self._all(Load(folder.resolve()))
+        self._fetch()
+
+    def close(self) -> None:
+        """Kill the processes and remove what they wrote for each other."""
+        for rank in self._ranks:
+            rank.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _fetch(self) -> None:
+        """The newest weights into `model`."""
+        path = self._scratch.resolve() / "weights.safetensors"
+        self._all(Publish(path))
+        copy_tensors(load_file(path), self.model, "the learner's weights")
+
+    def _all(self, command: Command) -> Done:
+        """Have it carried out by all ranks; what rank 0 answers."""
+        for rank in self._ranks:
+            rank.send(_pack(command))
+        return self._collect()
+
+    def _collect(self) -> Done:
+        """An answer of each rank; rank 0's. Raises StrettoError if one refuses, has failed, or has ended."""
+        replies: dict[int, Reply] = {}
+        while len(replies) < len(self._ranks):
+            for place, rank in enumerate(self._ranks):
+                if place in replies:
+                    continue
+                try:
+                    payload = rank.receive(POLL)
+                except ProcessLost as lost:
+                    raise StrettoError(
+                        f"the learner's process {place} {lost}; the run goes on from its newest checkpoint with "
+                        "`stretto resume`"
+                    ) from lost
+                if payload is not None:
+                    reply: Reply = pickle.loads(payload)  # noqa: S301 -- from our own child
+                    replies[place] = reply
+                    if isinstance(reply, Failed):
+                        raise StrettoError(f"the learner's process {place} failed: {reply.message}")
+        for _, reply in sorted(replies.items()):
+            if isinstance(reply, Refused):
+                raise StrettoError(reply.message)
+        first = replies[0]
+        assert isinstance(first, Done)
+        self.version = first.version
+        return first
+
+
+def _bare(batch: UpdateBatch) -> UpdateBatch:
+    """Without what a user's data and rewards put into rollouts, which need not fit through a pipe."""
+
+    def bare(rollout: Rollout) -> Rollout:
+        return replace(rollout, prompt=replace(rollout.prompt, data={}), reward_parts={}, top=None)
+
+    return UpdateBatch(batch.version, [bare(rollout) for rollout in batch.rollouts], batch.final)
+
+
+def _shown(rank: int) -> Callable[[str], None]:
+    return lambda line: logger.info("learner %d: %s", rank, line)
+
+
+def _pack(message: object) -> bytes:
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

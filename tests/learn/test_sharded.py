@@ -1,0 +1,148 @@
+"""Two processes over gloo, in float64, against one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.config import Config, load_config
+from stretto.errors import StrettoError
+from stretto.learn.learner import Learner
+from stretto.learn.sharded import ShardedLearner
+from stretto.model import load_model
+from stretto.records import UpdateBatch
+from stretto.trainer import Trainer
+from tests.learn.rollouts import random_batch, rollout
+from tests.test_trainer import metrics, small
+
+SETTINGS: dict[str, Any] = {
+    "model.dtype": "float64",
+    "threads": 2,
+    "learner.shards": 2,
+    "learner.learning_rate": 1e-3,
+    "learner.kl_coef": 0.1,
+    "learner.entropy_coef": 0.01,
+    "learner.gradient_checkpointing": True,
+    "learner.tokens_per_micro_batch": 40,
+}
+
+
+def alone(config: Config) -> Learner:
+    """The same learner in this process."""
+    return Learner(
+        load_model(config.model),
+        config.learner,
+        sampling=config.sampling,
+        total_steps=config.steps,
+        post=lambda _: None,
+    )
+
+
+def assert_same_weights(a: Learner | ShardedLearner, b: Learner | ShardedLearner) -> None:
+    """Up to the order of summation. (A step changes the weights by 1e-3.)"""
+    for (name, one), (_, two) in zip(a.model.named_parameters(), b.model.named_parameters(), strict=True):
+        assert torch.allclose(one, two, rtol=0, atol=1e-11), name
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config("demo", SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def sharded(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedLearner]:
+    scratch = tmp_path_factory.mktemp("sharded") / "learner"
+    made = ShardedLearner(load_model(config.model), config, scratch=scratch, post=lambda _: None)
+    yield made
+    made.close()
+    assert not scratch.exists()
+
+
+def test_updates_parts_and_files_are_those_of_one_process(
+    config: Config, sharded: ShardedLearner, tmp_path: Path
+) -> None:
+    one = alone(config)
+    whole = random_batch(0, groups=5)
+    expected, found = one.update(whole), sharded.update(whole)
+    assert found.version == 1
+    assert found.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        # The share of padding is that of the first process's micro-batches.
+        if name != "policy/padding_waste":
+            assert found.metrics[name] == pytest.approx(value, rel=1e-9, nan_ok=True), name
+    assert_same_weights(one, sharded)
+    assert sharded.publish().version == 1
+
+    parts = [random_batch(seed, groups=2, version=1) for seed in (1, 2)]
+    for made in (one, sharded):
+        made.accumulate(UpdateBatch(1, parts[0].rollouts, final=False))
+        made.update(parts[1])
+    assert_same_weights(one, sharded)
+
+    # One process's files are read by two, and the other way round.
+    for name, made in (("one", one), ("two", sharded)):
+        (tmp_path / name).mkdir()
+        made.save(tmp_path / name)
+    fresh = alone(config)
+    fresh.load(tmp_path / "two")
+    sharded.load(tmp_path / "one")
+    for made in (fresh, sharded):
+        assert made.version == 2
+        made.update(random_batch(3, version=2))
+    assert_same_weights(fresh, sharded)
+
+
+def test_what_is_refused_changes_nothing_and_fewer_micro_batches_than_processes_are_enough(
+    config: Config, sharded: ShardedLearner, tmp_path: Path
+) -> None:
+    one = alone(config)
+    (tmp_path / "state").mkdir()
+    sharded.save(tmp_path / "state")
+    one.load(tmp_path / "state")
+    version = one.version
+    bad = random_batch(4, version=version)
+    bad.rollouts[0].logprobs[0] = np.nan
+    with pytest.raises(
+        StrettoError, match=r"1 of \d+ tokens have a loss that isn't finite, first at token 0"
+    ):
+        sharded.update(bad)
+    assert_same_weights(one, sharded)
+    pair = [
+        rollout([1, 2], [3, 4], request=i, reward=float(i), version=version) for i in range(2)
+    ]  # one micro-batch
+    for made in (one, sharded):
+        made.update(UpdateBatch(version, pair))
+    assert_same_weights(one, sharded)
+
+
+def test_a_killed_process_ends_it_with_the_way_on(config: Config, tmp_path: Path) -> None:
+    made = ShardedLearner(load_model(config.model), config, scratch=tmp_path / "it", post=lambda _: None)
+    try:
+        os.kill(made._ranks[1].pid, signal.SIGKILL)
+        with pytest.raises(StrettoError, match="process 1 was killed by signal 9.*`stretto resume`"):
+            made.update(random_batch(0))
+    finally:
+        made.close()
+
+
+def test_a_run_learns_alike_and_goes_on_in_one_process(tmp_path: Path) -> None:
+    exact = {"model.dtype": "float64", "steps": 2}
+    plain = Trainer(small(tmp_path, "plain", **exact)).run().folder
+    folder = Trainer(small(tmp_path, "sharded", **{**exact, "learner.shards": 2, "steps": 1})).run().folder
+    Trainer.resume(folder, {"steps": 2, "learner.shards": 1}).run()
+    for one, two in zip(metrics(plain), metrics(folder), strict=True):
+        for name in ("reward/mean", "policy/loss", "policy/grad_norm", "rollout/tokens"):
+            if name in one:
+                assert two[name] == pytest.approx(one[name], rel=1e-9), name
+
+
+def test_adapters_are_refused() -> None:
+    with pytest.raises(StrettoError, match="learner.shards = 2 with model.lora"):
+        load_config("demo", {"learner.shards": 2, "model.lora.rank": 2})
