@@ -37,7 +37,7 @@ def compile_kernels() -> None:
     follow(arena.arrays, pool.arrays, at, one, one, text[:0])
     follow_history(arena.arrays, at, 0, text[:0])
     path_estimates(calibration.table, 1)
-    rules, key = Rules(2, True, True), np.zeros(1, np.uint64)
+    rules, key = Rules(2, True, True, True), np.zeros(1, np.uint64)
     table = calibration.table
     counts = grow_at(arena.arrays, pool.arrays, at, key, one, one, one + 2, table, rules, 0.0, grown)
     none = grown.rows != 0

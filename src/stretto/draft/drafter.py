@@ -67,7 +67,8 @@ class HistoryDrafter:
     steps of a synchronous schedule: a resumed run has none either, and so drafts alike.
     `clock` returns seconds and is read for `metrics` alone. `wait`: histories that are being built are waited for, so
     that drafts do not depend on timing. `pause`: while no node is worth checking, sources are asked at the 1st, 2nd,
-    4th, ... such step, and at least at every `pause`th; a request that begins takes this back to the 2nd.
+    4th, ... such step, and at least at every `pause`th; a request that begins takes this back to the 2nd. Without
+    `branches` every tree is a path.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class HistoryDrafter:
         max_nodes: int = 16,
         noise_aware: bool = True,
         probabilities: bool = True,
+        branches: bool = True,
         wait: bool = True,
         pause: int = 1,
         generation: int = GENERATION,
@@ -91,7 +93,7 @@ class HistoryDrafter:
         self.index, self.budget = index, budget
         self.calibration = Calibration()
         self._sources = frozenset(sources)
-        self._rules = Rules(max_nodes, noise_aware, probabilities)
+        self._rules = Rules(max_nodes, noise_aware, probabilities, branches)
         self._pause, self._generation, self._clock = pause, generation, clock
         self._pool = LivePool()
         self._groups: OrderedDict[int, _Group] = OrderedDict()  # the one used longest ago first

@@ -61,6 +61,7 @@ class Rules(NamedTuple):
     max_nodes: int
     noise_aware: bool
     probabilities: bool  # history weighs occurrences by their behaviour probability
+    branches: bool = True  # False: the tree is a path, of the best child of each node
 
 
 class Grown(NamedTuple):
@@ -282,6 +283,18 @@ def _locate(
 
 
 @kernel(inline=True)
+def _best_first(children: _Children, count: int) -> None:
+    """Put the best of `count` children first; ties to the earlier one."""
+    best = 0
+    for i in range(1, count):
+        if children.values[i] > children.values[best]:
+            best = i
+    children.token_ids[0], children.values[0] = children.token_ids[best], children.values[best]
+    children.raw[0], children.rows[0] = children.raw[best], children.rows[best]
+    children.sources[0] = children.sources[best]
+
+
+@kernel(inline=True)
 def _consider(
     frontier: _Frontier, children: _Children, count: int, node: int, reach: float, floor: float
 ) -> None:
@@ -350,6 +363,9 @@ def grow(
                     _locate(pool, groups, grown, begin, node, at, path)
                     beside = BESIDE_HISTORY if count and here[0] else 0
                     count = _live_children(pool, groups, here, beside, place, table, found, children, count)
+                if not rules.branches and count > 1:
+                    _best_first(children, count)
+                    count = 1
                 _consider(frontier, children, count, node, reach, floor)
             if frontier.sizes[0] == 0 or node == most - 1:
                 break

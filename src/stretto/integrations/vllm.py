@@ -1,0 +1,313 @@
+"""Drafts from earlier responses for any user of vLLM, without patching it.
+
+    llm = LLM(..., speculative_config={"method": "custom_class",
+                                       "model": "stretto.integrations.vllm.HistoryDrafter",
+                                       "num_speculative_tokens": 16})
+
+Prompts that come again are answered much as before. Their responses are learnt as they finish, those in flight as they
+are said, and what followed the same text then is the draft now. vLLM verifies it by its own rejection sampling, so
+what is drafted changes how fast tokens come and not their distribution. Settings: `stretto.integrations.vllm_settings`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stretto.draft import MAX_NODES, Drafts, Verified, no_drafts
+from stretto.draft.budget import make_budget
+from stretto.draft.drafter import HistoryDrafter as TreeDrafter
+from stretto.engine import Drafter
+from stretto.history.index import GIBIBYTE, HistoryIndex
+from stretto.integrations.vllm_cost import StepTimes
+from stretto.integrations.vllm_fixes import install
+from stretto.integrations.vllm_folder import HistoryFolder, fingerprint, read_run
+from stretto.integrations.vllm_history import OnlineHistory, Rewards, append_reward
+from stretto.integrations.vllm_rows import NamedRows, New, Rows, Step, TokenArray
+from stretto.integrations.vllm_settings import read_settings
+from stretto.records import BoolArray, IntArray, Request, Rollout, SamplingParams, prompt_uid
+from stretto.sampling import kernel
+
+logger = logging.getLogger(__name__)
+
+PLAIN_EVERY = 64  # steps: one without drafts, so that their price stays known
+PAUSE = 8  # steps, of which one is drafted for while nothing is worth it
+
+
+def reward(path: str | Path, prompt_token_ids: Sequence[int], token_ids: Sequence[int], value: float) -> None:
+    """Report the reward of a response, so that drafts follow the good ones (setting `weight = "reward"`).
+
+    `path` is the file that the setting `rewards` names; drafters in any process read it. Both id sequences are as
+    vLLM returned them (`RequestOutput.prompt_token_ids`, `CompletionOutput.token_ids`). Raises StrettoError if the disk
+    refuses.
+    """
+    prompt, response = (np.asarray(ids, np.int64) for ids in (prompt_token_ids, token_ids))
+    append_reward(Path(path), prompt, response, value)
+
+
+@kernel()
+def _judge(
+    slots: IntArray,
+    gone: BoolArray,
+    counts: IntArray,
+    drafted: IntArray,
+    texts: TokenArray,
+    begins: IntArray,
+    ends: IntArray,
+) -> tuple[BoolArray, BoolArray, IntArray]:
+    """`reached`, `accepted` (N,) and `emitted` (R,) of the paths drafted for `slots` (R,).
+
+    A node that equals what was emitted was accepted, and one after accepted ones that does not was put to the test.
+    vLLM may cut a draft short: its end then looks accepted if the token that was sampled there was the same.
+    """
+    reached, accepted = np.zeros(drafted.size, np.bool_), np.zeros(drafted.size, np.bool_)
+    emitted = np.zeros(slots.size, np.int64)
+    at = 0
+    for r in range(slots.size):
+        slot = slots[r]
+        new = 0 if gone[r] else ends[slot] - begins[slot]
+        emitted[r] = new
+        for i in range(min(counts[r], new)):
+            reached[at + i] = True
+            if drafted[at + i] != texts[slot, begins[slot] + i]:
+                break
+            accepted[at + i] = True
+        at += counts[r]
+    return reached, accepted, emitted
+
+
+class HistoryDrafter:
+    """vLLM's custom proposer (`speculative_config.method = "custom_class"`). One per engine.
+
+    Raises StrettoError for wrong settings and for a history of another tokenizer; vLLM shows it when it starts.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        install()
+        settings = read_settings(vllm_config.additional_config)
+        self._config = vllm_config
+        scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+        self._longest = int(vllm_config.model_config.max_model_len)
+        self._slots = int(scheduler.max_num_seqs)
+        self._most = int(scheduler.max_num_batched_tokens)
+        self._depth = min(MAX_NODES, int(vllm_config.speculative_config.num_speculative_tokens))
+        # Drafts of one rank of a tensor-parallel group are used.
+        self._idle = parallel.rank % parallel.tensor_parallel_size != 0
+        self.cost = StepTimes()
+        self._drafter: Drafter = TreeDrafter(
+            HistoryIndex(
+                window=settings.window, weight=settings.weight, max_bytes=int(settings.max_gib * GIBIBYTE)
+            ),
+            make_budget(settings.budget, self.cost, self._depth),
+            slots=self._slots,
+            sources=settings.sources,
+            max_nodes=self._depth,
+            noise_aware=False,
+            probabilities=False,
+            branches=False,
+            pause=PAUSE,
+            clock=time.perf_counter,
+        )
+        self._requests: Mapping[str, Request] = {}
+        self._rows = Rows(self._slots, self._longest, _stop_ids(vllm_config.model_config))
+        self._uids = [""] * self._slots
+        self._proposed = (np.zeros(0, np.int64), no_drafts(0))  # slots, and what was drafted for them
+        self._began = math.nan  # seconds, when the last call did; nan: its step cannot be measured
+        self._steps = 0
+        self._folder: HistoryFolder | None = None
+        self._history: OnlineHistory | None = None
+        if not self._idle:
+            first = self._read(settings.history, settings.warm_from, settings.window)
+            rewards = Rewards(Path(settings.rewards)) if settings.rewards is not None else None
+            self._history = OnlineHistory(self._remember, rewards, first)
+            atexit.register(_close, weakref.ref(self))
+
+    def attach(
+        self, drafter: Drafter, names: Callable[[], Sequence[str]], requests: Mapping[str, Request]
+    ) -> None:
+        """Draft by `drafter`, which knows more, for requests that are known by name: Stretto's own engine calls this.
+
+        `names()` are the ids of the requests in vLLM's rows now, `requests` what each is; they must be there before
+        their first step. History is the caller's then: nothing is learnt, read or kept here. `drafter` must draw
+        paths (`branches=False`) of at most `num_speculative_tokens`; `self.cost` is a price for its budget.
+        """
+        self.close()
+        self._drafter, self._requests, self._history = drafter, requests, None
+        stops = _stop_ids(self._config.model_config)
+        self._rows = NamedRows(
+            self._slots, self._longest, stops, names, lambda name: requests[name].prompt_ids.size
+        )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: vLLM calls it with its model."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: TokenArray,
+        token_ids_cpu: TokenArray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Drafts for the rows of vLLM's batch, called after every step in which something was sampled.
+
+        `sampled_token_ids`: for each row, what was sampled, empty while it is prefilled; `token_ids_cpu` (rows,
+        max_model_len) int32: prompts and responses, of which `num_tokens_no_spec` (rows,) count.
+        """
+        del slot_mappings
+        if self._idle:
+            return [[] for _ in sampled_token_ids]
+        began = time.perf_counter()
+        counts = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
+        step = self._rows.follow(counts, num_tokens_no_spec, token_ids_cpu)
+        self._learn(step, began, clean=not step.new and bool((counts > 0).all()))
+        for left in step.left:
+            self._drafter.end(left.slot, left.tokens.size - left.prompt if left.stopped else None)
+            if self._history is not None:
+                text = left.tokens.astype(np.int64)
+                uid = self._uids[left.slot]
+                self._history.ended(uid, left.serial, text[: left.prompt], text[left.prompt :])
+        for new in step.new:
+            self._begin(new)
+        found = self._draft(step)
+        self._began = began
+        return found
+
+    def close(self) -> None:
+        """What is known goes to its folder, if there is one; called at the process's end as well."""
+        if self._history is not None:
+            for slot in self._rows.running:
+                text = self._rows.texts[slot, : self._rows.length[slot]].astype(np.int64)
+                prompt = int(self._rows.prompt[slot])
+                self._history.ended(self._uids[slot], -1 - slot, text[:prompt], text[prompt:])
+            self._history.flush()
+            self._history = None
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
+    def metrics(self) -> dict[str, float]:
+        """The drafter's figures since the last call, under `spec/`; vLLM counts drafts and acceptance by itself."""
+        return self._drafter.counts().figures() if isinstance(self._drafter, TreeDrafter) else {}
+
+    # ---- inside ---------------------------------------------------------------------------------------
+
+    def _read(self, history: str | None, warm_from: str | None, window: int) -> int:
+        """Take in what is known from before; the newest visit's number."""
+        if history is None and warm_from is None:
+            return 0
+        known = fingerprint(self._config.model_config)
+        if warm_from is not None:
+            for rollouts in read_run(Path(warm_from), known, window):
+                self._tree.remember(rollouts)
+        if history is None:
+            return 0
+        self._folder = HistoryFolder(Path(history), known, self._config.parallel_config.data_parallel_rank)
+        newest = 0
+        for rollouts in self._folder.read(window):
+            self._tree.remember(rollouts)
+            newest = max(newest, *(rollout.visit for rollout in rollouts))
+        return newest
+
+    @property
+    def _tree(self) -> TreeDrafter:
+        assert isinstance(self._drafter, TreeDrafter)
+        return self._drafter
+
+    def _remember(self, rollouts: list[Rollout]) -> None:
+        self._tree.remember(rollouts)
+        if self._folder is not None:
+            self._folder.append(rollouts)
+
+    def _learn(self, step: Step, began: float, clean: bool) -> None:
+        """What became of the last drafts, and how long that took."""
+        slots, drafts = self._proposed
+        if not slots.size:
+            return
+        rows = self._rows
+        gone = np.isin(slots, [left.slot for left in step.left])
+        begins, ends = rows.last, rows.length
+        reached, accepted, emitted = _judge(
+            slots, gone, drafts.counts, drafts.token_ids, rows.texts, begins, ends
+        )
+        said = [
+            rows.newest(slot) for slot, left in zip(slots.tolist(), gone.tolist(), strict=True) if not left
+        ]
+        tokens = np.concatenate(said).astype(np.int64) if said else np.zeros(0, np.int64)
+        self._drafter.observe(slots, drafts, Verified(reached, accepted, emitted), tokens)
+        if clean:
+            self.cost.observe(slots.size, drafts.token_ids.size, began - self._began)
+
+    def _begin(self, new: New) -> None:
+        text = self._rows.texts[new.slot, : self._rows.length[new.slot]].astype(np.int64)
+        prompt, response = text[: new.prompt], text[new.prompt :]
+        if isinstance(self._rows, NamedRows):
+            self._drafter.begin(new.slot, _with_tokens(self._requests[self._rows.name[new.slot]], response))
+            return
+        uid = self._uids[new.slot] = prompt_uid(prompt)
+        if self._history is not None:
+            if new.back is not None:
+                self._history.back(uid, new.back.serial)
+            self._history.began(uid)
+        group = int(uid[:15], 16)  # siblings share what the drafter keeps of their prompt
+        self._drafter.begin(new.slot, Request(0, 0, group, prompt, response, 0, 0, SamplingParams()))
+
+    def _draft(self, step: Step) -> list[list[int]]:
+        rows, slots = self._rows, step.slots[step.slots >= 0]
+        generated = rows.length[slots] - rows.prompt[slots]
+        room = np.clip(self._longest - 1 - rows.length[slots], 0, self._depth)
+        room[[rows.stopped(slot) for slot in slots.tolist()]] = 0
+        self._steps += 1
+        most = 0 if self._steps % PLAIN_EVERY == 0 else self._most - slots.size
+        drafts: Drafts = no_drafts(slots.size)
+        if slots.size:
+            self.cost.at(slots.size)
+            drafts = self._drafter.propose(slots, generated, room, slots.size, most)
+        self._proposed = slots, drafts
+        found: list[list[int]] = [[] for _ in range(step.slots.size)]
+        if drafts.token_ids.size:
+            ends = np.cumsum(drafts.counts)
+            tokens = drafts.token_ids.tolist()
+            for row, count, end in zip(
+                np.flatnonzero(step.slots >= 0).tolist(), drafts.counts.tolist(), ends.tolist(), strict=True
+            ):
+                found[row] = tokens[end - count : end]
+        return found
+
+
+def _with_tokens(request: Request, token_ids: IntArray) -> Request:
+    return Request(
+        request.id,
+        request.attempt,
+        request.group,
+        request.prompt_ids,
+        token_ids,
+        request.turn_start,
+        request.key,
+        request.sampling,
+        request.draft_ids,
+    )
+
+
+def _stop_ids(model_config: Any) -> set[int]:
+    """The ids that end a response unless a request says otherwise."""
+    known = (
+        model_config.hf_config.eos_token_id,
+        model_config.try_get_generation_config().get("eos_token_id"),
+    )
+    found: set[int] = set()
+    for ids in known:
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return found
+
+
+def _close(drafter: weakref.ref[HistoryDrafter]) -> None:
+    if (alive := drafter()) is not None:
+        alive.close()

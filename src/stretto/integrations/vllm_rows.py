@@ -1,0 +1,256 @@
+"""Following requests through vLLM's batch, whose rows have no names.
+
+vLLM hands a custom drafter the token ids of its batch's rows and how many each row has. Rows are re-used, moved and
+swapped between steps; a request may leave the batch (finished, aborted, preempted, not scheduled) and come back. So a
+row is known by what it says: it is the request whose text the row begins with. Two requests that have said the same so
+far are interchangeable, and telling them apart would change nothing.
+
+A request that is seen for the first time has just been sampled from its prompt: what is before its first tokens is the
+prompt.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.records import BoolArray, IntArray
+from stretto.sampling import kernel
+
+TokenArray = npt.NDArray[np.int32]
+
+LEFT_REQUESTS = 256  # that have left the batch and are still known, should they come back
+LEFT_TOKENS = 1 << 22  # of these together
+
+
+class Left(NamedTuple):
+    """A request that is in no row any more."""
+
+    serial: int
+    slot: int  # that it had
+    prompt: int  # tokens of its prompt
+    tokens: TokenArray  # prompt and response; nothing after a stop token
+    stopped: bool  # at one
+
+
+class New(NamedTuple):
+    """A request that is in the batch since this step."""
+
+    row: int
+    slot: int
+    prompt: int  # tokens of its prompt
+    back: Left | None  # None unless it had been here before
+
+
+@dataclass(slots=True)
+class Step:
+    """What changed since the step before. R rows."""
+
+    slots: IntArray  # (R,), of the request in each row; -1 where nothing was sampled yet
+    left: list[Left]
+    new: list[New]
+
+
+@kernel()
+def _goes_on(
+    slots: IntArray,
+    length: IntArray,
+    texts: TokenArray,
+    counts: IntArray,
+    totals: IntArray,
+    tokens: TokenArray,
+    found: BoolArray,
+) -> bool:
+    """Whether each row still has the request in `slots` (R,), in `found` (R,); returns whether all have."""
+    every = True
+    for row in range(slots.size):
+        slot, before = slots[row], totals[row] - counts[row]
+        same = slot >= 0 and counts[row] > 0 and length[slot] == before
+        at = before - 1
+        while same and at >= 0:
+            same = texts[slot, at] == tokens[row, at]
+            at -= 1
+        found[row] = same
+        every = every and same
+    return every
+
+
+@kernel()
+def _take(
+    slots: IntArray, length: IntArray, last: IntArray, texts: TokenArray, totals: IntArray, tokens: TokenArray
+) -> None:
+    """Add what is new in each row to the text of its request."""
+    for row in range(slots.size):
+        slot = slots[row]
+        if slot >= 0:
+            for at in range(length[slot], totals[row]):
+                texts[slot, at] = tokens[row, at]
+            last[slot] = length[slot]
+            length[slot] = totals[row]
+
+
+class Rows:
+    """Which request is in which row, step by step. A request has a slot, the same while it is in the batch."""
+
+    def __init__(self, slots: int, longest: int, stops: Collection[int] = ()) -> None:
+        """`slots`: rows at most; `longest`: tokens of a row at most; `stops`: ids that end a response."""
+        self.texts: TokenArray = np.zeros((slots, longest), np.int32)  # by slot: prompt and response
+        self.length: IntArray = np.zeros(slots, np.int64)  # of these
+        self.prompt: IntArray = np.zeros(slots, np.int64)  # tokens that are the prompt's
+        self.last: IntArray = np.zeros(slots, np.int64)  # where the tokens of the newest step begin
+        self._stops = np.array(sorted(stops), np.int32)
+        self._serial: IntArray = np.zeros(slots, np.int64)
+        self._next = 0  # serial number
+        self._rows: IntArray = np.zeros(0, np.int64)  # (R,), the slots of the step before
+        self._free = list(range(slots))[::-1]
+        self._left: OrderedDict[int, Left] = OrderedDict()  # by serial, oldest first
+        self._left_tokens = 0
+
+    @property
+    def running(self) -> list[int]:
+        """Slots of the requests that were in the newest step."""
+        return [int(slot) for slot in self._rows if slot >= 0]
+
+    def follow(self, counts: IntArray, totals: IntArray | TokenArray, tokens: TokenArray) -> Step:
+        """A step in which `counts` (R,) tokens were sampled for each row; `tokens` (R or more, longest) are the rows,
+        of which `totals` (R or more,) tokens count.
+
+        A row with none is being prefilled, and in no slot.
+        """
+        rows = counts.size
+        totals = totals[:rows].astype(np.int64)
+        slots, same = self._locate(counts, totals, tokens)
+        left: list[Left] = []
+        if not same:
+            stay = {-1, *slots.tolist()}
+            left = [self._leave(slot) for slot in self._rows.tolist() if slot not in stay]
+        _take(slots, self.length, self.last, self.texts, totals, tokens)
+        new: list[New] = []
+        if not same:
+            for row in np.flatnonzero((slots < 0) & (counts > 0)).tolist():
+                new.append(self._begin(row, int(counts[row]), tokens[row, : totals[row]]))
+                slots[row] = new[-1].slot
+        self._rows = slots
+        return Step(slots, left, new)
+
+    def newest(self, slot: int) -> TokenArray:
+        """The tokens of the slot's request that this step brought, (n,)."""
+        return self.texts[slot, self.last[slot] : self.length[slot]]
+
+    def stopped(self, slot: int) -> bool:
+        """Whether a stop token is among these."""
+        return bool(np.isin(self.newest(slot), self._stops).any())
+
+    def _locate(self, counts: IntArray, totals: IntArray, tokens: TokenArray) -> tuple[IntArray, bool]:
+        """The slots of the rows, (R,), -1 where a row's request is in none; and whether nothing has changed."""
+        slots = np.full(counts.size, -1, np.int64)
+        before = self._rows[: counts.size]
+        slots[: before.size] = before
+        found = np.zeros(counts.size, np.bool_)
+        same = _goes_on(slots, self.length, self.texts, counts, totals, tokens, found)
+        if not same:
+            slots[~found] = -1
+            self._search(slots, counts, totals, tokens)
+        return slots, same and counts.size == self._rows.size
+
+    def _search(self, slots: IntArray, counts: IntArray, totals: IntArray, tokens: TokenArray) -> None:
+        """Find requests of the step before that are in another row now, or have said more than was sampled last.
+
+        (The drafter is not called for steps in which a row comes near the longest that the model takes.)
+        """
+        taken = set(slots.tolist())
+        lost = [slot for slot in self._rows.tolist() if slot >= 0 and slot not in taken]
+        lost.sort(
+            key=lambda slot: -int(self.length[slot])
+        )  # the longest text that a row begins with is its own
+        for row in np.flatnonzero((slots < 0) & (counts > 0)).tolist():
+            text = tokens[row, : totals[row] - counts[row]]
+            for slot in lost:
+                length = int(self.length[slot])
+                if length <= text.size and np.array_equal(self.texts[slot, :length], text[:length]):
+                    slots[row] = slot
+                    lost.remove(slot)
+                    break
+
+    def _leave(self, slot: int) -> Left:
+        # What is accepted behind a stop token is in the row too, though nobody is given it.
+        last, length = int(self.last[slot]), int(self.length[slot])
+        at = np.flatnonzero(np.isin(self.texts[slot, last:length], self._stops))
+        tokens = self.texts[slot, : last + at[0] + 1 if at.size else length].copy()
+        left = Left(int(self._serial[slot]), slot, int(self.prompt[slot]), tokens, at.size > 0)
+        self._free.append(slot)
+        self._left[left.serial] = left
+        self._left_tokens += tokens.size
+        while self._left_tokens > LEFT_TOKENS or len(self._left) > LEFT_REQUESTS:
+            self._left_tokens -= self._left.popitem(last=False)[1].tokens.size
+        return left
+
+    def _begin(self, row: int, count: int, text: TokenArray) -> New:
+        """The request of a row that nobody in the batch has said; `text` is all of the row."""
+        slot = self._free.pop()
+        back = self._back(text[: text.size - count])
+        self.texts[slot, : text.size] = text
+        self.length[slot] = text.size
+        self.last[slot] = text.size - count
+        self.prompt[slot] = text.size - count if back is None else back.prompt
+        self._serial[slot] = self._next
+        self._next += 1
+        return New(row, slot, int(self.prompt[slot]), back)
+
+    def _back(self, text: TokenArray) -> Left | None:
+        """The request that has left with this text, or with more than it or a part of it: it was preempted, or a
+        client goes on from the tokens it has received, or with the next turn of a conversation.
+        """
+        best, size = None, 0
+        for left in self._left.values():
+            common = min(left.tokens.size, text.size)
+            if (
+                common > max(left.prompt, size)
+                and left.tokens[common - 1] == text[common - 1]
+                and np.array_equal(left.tokens[:common], text[:common])
+            ):
+                best, size = left, common
+        if best is not None:
+            del self._left[best.serial]
+            self._left_tokens -= best.tokens.size
+        return best
+
+
+class NamedRows(Rows):
+    """Rows whose requests' names are known, as inside Stretto: nothing has to be recognised."""
+
+    def __init__(
+        self,
+        slots: int,
+        longest: int,
+        stops: Collection[int],
+        names: Callable[[], Sequence[str]],
+        prompts: Callable[[str], int],
+    ) -> None:
+        """`names()`: of the requests in the rows now; `prompts(name)`: tokens of a request's prompt."""
+        super().__init__(slots, longest, stops)
+        self._names, self._prompts = names, prompts
+        self._slots: dict[str, int] = {}  # by name
+        self.name: list[str] = [""] * slots  # by slot
+
+    def _locate(self, counts: IntArray, totals: IntArray, tokens: TokenArray) -> tuple[IntArray, bool]:
+        names = self._names()[: counts.size]
+        slots = np.array([self._slots.get(name, -1) for name in names], np.int64)
+        slots[counts == 0] = -1
+        return slots, bool((slots >= 0).all()) and np.array_equal(slots, self._rows)
+
+    def _leave(self, slot: int) -> Left:
+        del self._slots[self.name[slot]]
+        return super()._leave(slot)
+
+    def _begin(self, row: int, count: int, text: TokenArray) -> New:
+        name = self._names()[row]
+        new = super()._begin(row, count, text)
+        self._slots[name], self.name[new.slot] = new.slot, name
+        self.prompt[new.slot] = self._prompts(name)
+        return New(row, new.slot, int(self.prompt[new.slot]), None)
