@@ -1,0 +1,86 @@
+"""The history of a TRL run on disk: the responses of each round of generation, a file each, in the log's own format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from stretto.drafting import Newest
+from stretto.errors import StrettoError
+from stretto.history.log import read_answered, read_rollouts, write_rollouts
+from stretto.records import Rollout
+
+logger = logging.getLogger(__name__)
+
+PATTERN = "round-*.parquet"
+
+
+class HistoryFolder:
+    """Files of the rounds whose responses belong to the newest `window` visits of a prompt, `max_bytes` of them.
+
+    Over that the oldest goes first. Rounds go on counting over restarts, so that a script that is started again, from
+    a checkpoint or anew, drafts from what the folder has.
+    """
+
+    def __init__(self, path: Path, *, window: int, max_bytes: int) -> None:
+        """Make the folder, if it is not there. Raises StrettoError if that is not possible."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StrettoError(f"history_dir: {path} cannot be made: {error}") from error
+        self.path, self._max_bytes = path, max_bytes
+        self._newest = Newest(window)
+        self.next_round = 0
+
+    def load(self, vocabulary: int) -> Iterator[list[Rollout]]:
+        """The responses that are to be remembered, one round at a time, oldest first.
+
+        What cannot be read is left out, which is said: it costs speed only. Raises StrettoError for token ids of
+        `vocabulary` and above: the folder is another model's.
+        """
+        rounds = self._rounds()
+        self.next_round = max(rounds, default=-1) + 1
+        for number in sorted(rounds):
+            try:
+                for answered in read_answered(rounds[number]):
+                    self._newest.add(answered.uid, answered.visit, number)
+            except StrettoError as error:
+                logger.warning("nothing is drafted from %s: %s", rounds[number], error)
+        for number in sorted(self._newest.steps()):
+            try:
+                rollouts = read_rollouts(rounds[number])
+            except StrettoError as error:
+                logger.warning("nothing is drafted from %s: %s", rounds[number], error)
+                continue
+            kept = [r for r in rollouts if self._newest.has(r.prompt.uid, r.visit)]
+            largest = max((int(r.token_ids.max()) for r in kept if r.token_ids.size), default=0)
+            if largest >= vocabulary:
+                raise StrettoError(
+                    f"history_dir: {rounds[number]} has the token id {largest}, but this model has {vocabulary} "
+                    "tokens: it is another model's history; name another folder"
+                )
+            yield kept
+
+    def write(self, rollouts: Sequence[Rollout], round: int) -> None:
+        """Keep a round's responses, and remove the files that nothing will be read from any more."""
+        write_rollouts(self._file(round), rollouts, step=round)
+        for rollout in rollouts:
+            self._newest.add(rollout.prompt.uid, rollout.visit, round)
+        needed, rounds, size = self._newest.steps(), self._rounds(), 0
+        for number in sorted(rounds, reverse=True):
+            size += rounds[number].stat().st_size
+            if number != round and (number not in needed or size > self._max_bytes):
+                rounds[number].unlink()
+
+    def _file(self, round: int) -> Path:
+        return self.path / f"round-{round:06}.parquet"
+
+    def _rounds(self) -> dict[int, Path]:
+        """By number, the files that are there."""
+        found = {}
+        for path in self.path.glob(PATTERN):
+            number = path.stem.removeprefix("round-")
+            if number.isdecimal():
+                found[int(number)] = path
+        return found
