@@ -44,8 +44,20 @@ class TestDrafting:
     @pytest.mark.parametrize(
         "settings",
         [
-            {"gradient_checkpointing": False, "steps_per_generation": 2, "per_device_train_batch_size": 8},
-            {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "num_iterations": 2},
+            {
+                "gradient_checkpointing": False,
+                "steps_per_generation": 2,
+                "per_device_train_batch_size": 8,
+                "max_steps": 8,
+            },
+            {
+                "temperature": 0.8,
+                "top_p": 0.9,
+                "top_k": 20,
+                "min_p": 0.01,
+                "num_iterations": 2,
+                "max_steps": 8,
+            },
             {"bf16": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
         ],
         ids=["two-steps-a-generation", "truncated", "autocast"],
