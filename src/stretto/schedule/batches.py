@@ -220,10 +220,12 @@ class Closing:
 
     def room(self, view: LedgerView, taken: int) -> int | None:
         """How many more may be started: where everything in the way is waited for, what (max_staleness + 1) batches
-        take, in all.
+        take, in all; but whom an update waits for is started in any case.
         """
         config = self.config
         if not self.patient or config.tokens_per_update is not None or config.max_staleness is None:
+            return None
+        if self.gate.blocked:
             return None
         most = (config.max_staleness + 1) * config.prompts * config.samples
         return most - (view.alive - taken - len(view.waiting))
