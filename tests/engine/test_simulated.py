@@ -130,6 +130,17 @@ def test_new_weights_come_between_two_steps_and_tokens_keep_their_version(
     assert counted["busy_slot_seconds"] == pytest.approx(60.0)
 
 
+def test_the_seconds_of_a_load_count_as_they_pass_and_not_when_the_worker_is_down() -> None:
+    log = build(lengths(30), cost=StepCost(base=1.0, per_token=0.0), load_seconds=7.0)
+    log.engine.submit([request(0)])
+    log.at(4.5, lambda: log.engine.load(WeightsRef(1, "copy", {}), "continue"))  # from 5 to 12
+    counted: list[float] = []
+    log.at(8.0, lambda: counted.append(log.engine.metrics()["sync_seconds"]))
+    log.at(10.0, log.engine.fail)
+    counted.append(log.run().engine.metrics()["sync_seconds"])
+    assert counted == [3.0, 2.0]
+
+
 def test_new_weights_may_stop_what_runs() -> None:
     log = build(lengths(30, 30, 5), slots=2)
     log.engine.submit([request(n) for n in range(3)])

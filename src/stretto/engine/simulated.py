@@ -62,6 +62,7 @@ class SimulatedEngine(Decoding):
         self._counted = 0.0  # up to when `metrics` has counted the seconds in which slots were there
         # (from, until), disjoint, in which they were not, not all of it counted yet.
         self._absent: list[tuple[float, float]] = []
+        self._loads: list[tuple[float, float]] = []  # likewise, in which it took new weights
         self._plan = 0  # number of the newest plan; ticks of older ones do nothing
         self._changed = False  # since then
 
@@ -112,7 +113,7 @@ class SimulatedEngine(Decoding):
         if running == "recompute":
             self._prefill(self._context, "recomputed_tokens")
         self.version = ref.version
-        self._counters["sync_seconds"] += self.load_seconds
+        self._loads.append((self._boundary, self._boundary + self.load_seconds))
         self._boundary += self.load_seconds
         self._events.append(Loaded(self.worker, ref.version))
         self._go_on()
@@ -161,7 +162,10 @@ class SimulatedEngine(Decoding):
         """Not be there from now on, or from the end of the step in hand, until `start`."""
         self.alive = False
         down = max(self.runtime.time, self._step_end)
-        self._absent = [(since, min(until, down)) for since, until in self._absent if since < down]
+        self._absent, self._loads = (
+            [(since, min(until, down)) for since, until in times if since < down]
+            for times in (self._absent, self._loads)
+        )
         self._absent.append((down, inf))
 
     def step(self) -> list[Event]:
@@ -183,9 +187,15 @@ class SimulatedEngine(Decoding):
     def _count(self) -> None:
         """The seconds since the last count, but for those in which the slots were not there."""
         since, now = self._counted, self.runtime.time
-        passed = now - since - sum(max(0.0, min(b, now) - max(a, since)) for a, b in self._absent)
+
+        def elapsed(times: Sequence[tuple[float, float]]) -> float:
+            return sum(max(0.0, min(b, now) - max(a, since)) for a, b in times)
+
+        passed = now - since - elapsed(self._absent)
+        self._counters["sync_seconds"] += elapsed(self._loads)
         self._counted = now
         self._absent = [(a, b) for a, b in self._absent if b > now]
+        self._loads = [(a, b) for a, b in self._loads if b > now]
         self._counters["up_seconds"] += passed
         self._counters["available_slot_seconds"] += passed * self.slots
 
