@@ -17,6 +17,7 @@ from stretto.records import (
     Loaded,
     Running,
     WorkerDown,
+    WorkerUp,
 )
 from stretto.weights import WeightsRef
 from tests.engine.simulated_log import COST, build, lengths, request
@@ -254,8 +255,29 @@ def test_a_worker_that_fails_has_told_its_tokens_and_comes_back_empty() -> None:
     log.engine.submit([request(0, tokens=10)])  # said before the news came: lost with the worker
     assert log.run().tokens() == {0: 10, 1: 10}
     log.engine.start()
+    log.run()
     log.engine.submit([request(0, tokens=10)])
     assert log.run().tokens() == {0: 100, 1: 10}
+
+
+def test_what_is_said_to_a_worker_before_it_is_known_that_it_went_down_is_lost_though_it_comes_back() -> None:
+    """Else it would run what the ledger takes back when it hears of that, and starts once more."""
+    log = build(lengths(30, 30), cost=StepCost(base=1.0, per_token=0.0), load_seconds=7.0)
+    log.engine.start()
+    log.engine.submit([request(0)])
+    log.at(4.5, lambda: log.engine.load(WeightsRef(1, "copy", {}), "continue"))
+    log.at(5.5, log.engine.fail)  # told when it has its weights, at 12
+    log.at(6.5, log.engine.start)
+    log.at(7.5, lambda: log.engine.submit([request(1)]))
+    log.at(8.5, lambda: log.engine.load(WeightsRef(2, "copy", {}), "continue"))
+    log.at(9.5, log.engine.start)  # it is about to
+    log.run()
+    told = [event for when, event in log.events if when == 12.0]
+    assert told == [Loaded(0, 1), WorkerDown(0), WorkerUp(0, log.engine.slots, 1)]
+    assert log.events[-1][1] is told[-1]
+    assert log.tokens() == {0: 5}
+    log.engine.submit([request(1)])
+    assert log.run().tokens() == {0: 5, 1: 30}
 
 
 def test_spans_say_who_was_where() -> None:

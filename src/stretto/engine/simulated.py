@@ -59,6 +59,7 @@ class SimulatedEngine(Decoding):
         self.runtime = runtime
         self.load_seconds = load_seconds
         self.alive = True
+        self._coming = False  # it will be
         self._counted = 0.0  # up to when `metrics` has counted the seconds in which slots were there
         # (from, until), disjoint, in which they were not, not all of it counted yet.
         self._absent: list[tuple[float, float]] = []
@@ -137,12 +138,22 @@ class SimulatedEngine(Decoding):
             self._go_on()
 
     def start(self) -> None:
-        """Come up; also again after `fail`, with the weights it had."""
-        self.alive = True
-        self._boundary = max(self.runtime.time, self._boundary)  # not before it is known that it went down
+        """Come up; also again after `fail`, with the weights it had, and not before it is known that it went down: what
+        is said to it until then was meant for what it was before, and is lost.
+        """
+        if not self._coming:
+            self._coming = True
+            self._boundary = max(self.runtime.time, self._boundary)
+            self.runtime.call_at(self._boundary, self._come_up)
+
+    def _come_up(self) -> list[Event]:
+        if self.runtime.time < self._boundary:  # the trainer has its device
+            self.runtime.call_at(self._boundary, self._come_up)
+            return []
+        self.alive, self._coming = True, False
         if self._absent and self._absent[-1][1] == inf:
-            self._absent[-1] = self._absent[-1][0], self._boundary
-        self.runtime.deliver(self._boundary, [WorkerUp(self.worker, self.slots, self.version)])
+            self._absent[-1] = self._absent[-1][0], self.runtime.time
+        return [WorkerUp(self.worker, self.slots, self.version)]
 
     def fail(self) -> None:
         """Go down with the step in hand; all tokens until then have been received."""
