@@ -1,10 +1,13 @@
-"""A fault of vLLM's CPU builds, worked around where it is.
+"""Faults of vLLM's CPU builds, worked around where they are.
 
 Speculative decoding expands each request's temperature and top-p to its drafted tokens. The CPU build's kernel for that
 (`vllm.utils.cpu_triton_utils._expand_kernel_impl`, seen in 0.32.0; vLLM's issue 55005) works on a copy where these are
 floats and never copies back, so tokens are drawn at whatever temperature was in the memory before. Only a test of the
 distribution shows it. Installed by the entry point `stretto` of the group `vllm.general_plugins`, before any worker
 starts, and by the drafter.
+
+Replacing kernels, such a build looks at every object of every module, and takes what llvmlite's library answers to any
+name for a dictionary: a process that has imported numba before could start no worker.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Replace the kernel if this is a CPU build whose kernel is wrong; may be called any number of times."""
+    """Do nothing unless this is a CPU build with these faults; may be called any number of times."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
     if not current_platform.is_cpu() or HAS_TRITON:
         return
+    _answer_for_llvmlite()
     try:
         from vllm.utils import cpu_triton_utils
     except ImportError:  # a version without these kernels
@@ -39,6 +43,15 @@ def install() -> None:
     ):  # it has: the package is on the path but was never installed
         registered._impl = expand
     logger.info("vLLM's CPU kernel that expands temperatures to drafted tokens is wrong: replaced")
+
+
+def _answer_for_llvmlite() -> None:
+    """Have llvmlite's library say that it has no attributes of its own when asked for `__dict__`."""
+    from llvmlite.binding import ffi
+
+    known = getattr(ffi.lib, "_fntab", None)  # functions by name, which is asked first
+    if isinstance(known, dict):
+        known["__dict__"] = {}
 
 
 def expands(kernel: Any) -> bool:

@@ -14,19 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from stretto.atomic import append_synced
 from stretto.errors import StrettoError
-from stretto.records import IntArray, Prompt, Rollout, State
+from stretto.records import IntArray, Prompt, Rollout, State, prompt_uid
 
 logger = logging.getLogger(__name__)
 
 VISIT = 8  # responses
 MOST_WAITING = 64  # responses of one prompt that wait for rewards
 MOST_PROMPTS = 1 << 16  # whose visits are told apart
-MOST_REWARDS = 1 << 16  # that came before their responses
+MOST_REWARDS = 1 << 14  # prompts whose rewards came before their responses
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ class OnlineHistory:
         if self._rewards is not None:
             self._rewards.read()
             for rollout in rollouts:
-                rollout.reward = self._rewards.take(rollout.prompt.token_ids, rollout.token_ids)
+                rollout.reward = self._rewards.take(rollout.prompt.uid, rollout.token_ids)
         self._remember(rollouts)
 
     def _next_visit(self) -> int:
@@ -126,11 +127,8 @@ def _rollout(uid: str, serial: int, visit: int, prompt_ids: IntArray, token_ids:
     )
 
 
-def response_name(prompt_ids: IntArray, token_ids: IntArray) -> str:
-    """A hash of a response and its prompt (32 hexadecimal digits)."""
-    found = blake2b(prompt_ids.astype("<i8").tobytes(), digest_size=16)
-    found.update(b"|" + token_ids.astype("<i8").tobytes())
-    return found.hexdigest()
+def _hash(token_ids: IntArray) -> str:
+    return blake2b(token_ids.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 
 def append_reward(path: Path, prompt_ids: IntArray, token_ids: IntArray, reward: float) -> None:
@@ -138,8 +136,19 @@ def append_reward(path: Path, prompt_ids: IntArray, token_ids: IntArray, reward:
 
     One line is appended in one write. Raises StrettoError if the disk refuses.
     """
-    line = json.dumps({"response": response_name(prompt_ids, token_ids), "reward": float(reward)})
-    append_synced(path, f"{line}\n".encode())
+    row = {
+        "prompt": prompt_uid(prompt_ids),
+        "tokens": token_ids.size,
+        "response": _hash(token_ids),
+        "reward": float(reward),
+    }
+    append_synced(path, f"{json.dumps(row)}\n".encode())
+
+
+class _Reward(NamedTuple):
+    tokens: int
+    response: str  # hash
+    value: float
 
 
 class Rewards:
@@ -153,12 +162,20 @@ class Rewards:
         self.path = path
         self._at = path.stat().st_size if path.exists() else 0
         self._rest = b""  # of a line that is not whole yet
-        self._known: OrderedDict[str, float] = OrderedDict()
+        self._known: OrderedDict[str, list[_Reward]] = OrderedDict()  # by prompt uid
         self._said = False
 
-    def take(self, prompt_ids: IntArray, token_ids: IntArray) -> float:
-        """The reward of a response; nan where none was reported."""
-        return self._known.pop(response_name(prompt_ids, token_ids), math.nan)
+    def take(self, uid: str, token_ids: IntArray) -> float:
+        """The reward of a response to the prompt `uid`; nan where none was reported.
+
+        vLLM's rows hold what was accepted behind a limit of new tokens too: the response may be shorter.
+        """
+        known = self._known.get(uid, [])
+        for reward in known:
+            if reward.tokens <= token_ids.size and reward.response == _hash(token_ids[: reward.tokens]):
+                known.remove(reward)
+                return reward.value
+        return math.nan
 
     def read(self) -> None:
         """Take in what was appended since; lines that are no rewards are said once and skipped."""
@@ -175,7 +192,10 @@ class Rewards:
         for line in lines:
             try:
                 row = json.loads(line)
-                self._known[str(row["response"])] = float(row["reward"])
+                reward = _Reward(int(row["tokens"]), str(row["response"]), float(row["reward"]))
+                known = self._known.setdefault(str(row["prompt"]), [])
+                known.append(reward)
+                del known[:-MOST_WAITING]
             except (ValueError, TypeError, KeyError):
                 if not self._said:
                     logger.warning("%s: no reward: %r; such lines are skipped", self.path, line[:80])
