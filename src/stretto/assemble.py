@@ -27,6 +27,7 @@ from stretto.engine.embedded import EmbeddedEngine
 from stretto.errors import StrettoError
 from stretto.fleet.drafter import FleetDrafter
 from stretto.fleet.process import ProcessFleet
+from stretto.fleet.workers import WorkerFleet
 from stretto.history.index import HistoryIndex
 from stretto.model import load_model, load_model_config, load_tokenizer
 from stretto.records import Event, IntArray, Prompt, Request, SamplingParams
@@ -293,8 +294,9 @@ def make_drafter(config: Config, clock: Callable[[], float]) -> HistoryDrafter |
 
 
 def generates_beside(config: Config) -> bool:
-    """Whether engines are at work while the learner is, so that they share the cores."""
-    return config.fleet.kind == "processes" and make_schedule(config.schedule).overlaps
+    """Whether engines are at work on this machine while the learner is, so that they share the cores."""
+    here = config.fleet.kind == "processes" or (config.fleet.kind == "ray" and config.fleet.address is None)
+    return here and make_schedule(config.schedule).overlaps
 
 
 def with_threads(config: Config) -> Config:
@@ -311,13 +313,14 @@ def with_fleet_threads(config: Config) -> Config:
     if fleet.kind == "in_process" or fleet.threads is not None:
         return config
     learner = (config.threads or 0) if generates_beside(config) else 0
-    threads = max(1, (available_cores() - learner) // fleet.workers)
+    # What machines a cluster has is not known here.
+    threads = 1 if fleet.address is not None else max(1, (available_cores() - learner) // fleet.workers)
     return config.model_copy(update={"fleet": fleet.model_copy(update={"threads": threads})})
 
 
 def with_fleet_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Changes of a saved configuration: other workers do not inherit `fleet.threads`, which their number decided."""
-    others = {"fleet.kind", "fleet.workers"} & changes.keys()
+    others = {"fleet.kind", "fleet.workers", "fleet.address"} & changes.keys()
     return {"fleet.threads": None, **changes} if others else dict(changes)
 
 
@@ -333,24 +336,31 @@ def build_worker(
     return engine, drafter
 
 
-def make_process_fleet(
+def make_worker_fleet(
     config: Config, max_model_len: int, post: Callable[[Event], None], scratch: Path
-) -> tuple[ProcessFleet, FleetDrafter | None]:
-    """Processes that begin to load at once; `fleet.threads` and `draft.step_ms` must be set as in `make_drafter`.
+) -> tuple[WorkerFleet, FleetDrafter | None]:
+    """Workers that begin to load at once; `fleet.threads` and `draft.step_ms` must be set as in `make_drafter`, and Ray
+    be there for those on Ray. `scratch` is for weights of processes here.
 
     Each keeps the history of all prompts, and so does the fleet for workers to come; together they keep to
     `history.max_gib`.
     """
     history = config.history
     share = history.model_copy(update={"max_gib": history.max_gib / (config.fleet.workers + 1)})
-    fleet = ProcessFleet(
-        partial(build_worker, config.model_copy(update={"history": share}), max_model_len),
-        post,
-        workers=config.fleet.workers,
-        scratch=scratch,
-        restarts=config.fleet.restarts,
-        patience=config.fleet.patience,
-        window=history.window,
-        history_bytes=int(share.max_gib * 2**30),
-    )
+    build = partial(build_worker, config.model_copy(update={"history": share}), max_model_len)
+    settings: dict[str, Any] = {
+        "workers": config.fleet.workers,
+        "restarts": config.fleet.restarts,
+        "patience": config.fleet.patience,
+        "window": history.window,
+        "history_bytes": int(share.max_gib * 2**30),
+    }
+    fleet: WorkerFleet
+    if config.fleet.kind == "ray":
+        from stretto.fleet.ray import RayFleet, gpus_of
+
+        cpus = float(config.fleet.threads or 1)
+        fleet = RayFleet(build, post, cpus=cpus, gpus=gpus_of(config), **settings)
+    else:
+        fleet = ProcessFleet(build, post, scratch=scratch, **settings)
     return fleet, FleetDrafter(fleet) if drafts(config) else None

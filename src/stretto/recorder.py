@@ -96,7 +96,7 @@ class Recorder:
         self.reporter = reporter
         self.trackers = trackers
         self._evaluate = evaluate
-        self._beside = schedule.overlaps and config.fleet.kind == "processes"
+        self._beside = schedule.overlaps and config.fleet.kind != "in_process"
         self.drafter, self.previous, self.lengths = drafter, previous, lengths
         self.timeline = Timeline(folder.path / "timeline.json")
         self.boundary: Boundary | None = None

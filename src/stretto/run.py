@@ -14,7 +14,7 @@ from stretto.assemble import (
     Inputs,
     make_drafter,
     make_engine,
-    make_process_fleet,
+    make_worker_fleet,
     sampling_params,
     with_fleet_threads,
 )
@@ -33,7 +33,7 @@ from stretto.drafting import (
 from stretto.evaluation import Evaluation, evaluate
 from stretto.fleet import Drafting, Fleet
 from stretto.fleet.in_process import InProcessFleet
-from stretto.fleet.process import ProcessFleet
+from stretto.fleet.workers import WorkerFleet
 from stretto.history.lengths import LengthHistory
 from stretto.history.log import read_rollouts
 from stretto.learn.background import BackgroundLearner
@@ -151,7 +151,7 @@ class Run:
         return fleet, drafter
 
     def _engines_in_processes(self, learner: BackgroundLearner) -> tuple[Fleet, Drafting | None]:
-        fleet, drafter = make_process_fleet(
+        fleet, drafter = make_worker_fleet(
             self.config, self.inputs.max_model_len, self.runtime.post, self.folder.path / "weights"
         )
 
@@ -196,7 +196,7 @@ class Run:
 
     def _await_workers(self) -> None:
         """Their start belongs to no step."""
-        if isinstance(self.fleet, ProcessFleet):
+        if isinstance(self.fleet, WorkerFleet):
             self.reporter.message(f"{self.config.fleet.workers} workers load the model")
             self.fleet.wait_until_ready()
 

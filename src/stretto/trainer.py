@@ -8,7 +8,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from stretto.assemble import Inputs, read_inputs, settle_process, with_fleet_changes, with_threads
+from stretto.assemble import (
+    Inputs,
+    available_cores,
+    read_inputs,
+    settle_process,
+    with_fleet_changes,
+    with_threads,
+)
 from stretto.config import (
     COMPARED,
     Config,
@@ -23,6 +30,7 @@ from stretto.config import (
 from stretto.drafting import find_earlier
 from stretto.errors import StrettoError
 from stretto.evaluation import evaluate as evaluate_model
+from stretto.fleet.ray_cluster import ray_for
 from stretto.model import load_model
 from stretto.observe.progress import Reporter, SilentReporter
 from stretto.run import Run, RunResult
@@ -125,6 +133,7 @@ class Trainer:
                 require_source(self.config)
             if not self._resuming:
                 RunFolder.require_free(self.path)  # said before anything is loaded
+            stack.enter_context(ray_for(self.config, available_cores()))
             inputs = read_inputs(self.config, self.data)
             spec = reward_spec(self.config.reward, inputs.data, self.reward_functions)
             earlier = find_earlier(self.config, inputs, resuming=self._resuming)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.errors import StrettoError
 
@@ -22,13 +22,15 @@ class WeightsRef:
     `shared`: the engine already holds the learner's own tensors; nothing moves, the version changes. Legal only
     where generation and update cannot overlap. `copy`: `tensors`, which nobody changes any more, are copied into the
     engine's own module. `file`: they are read from the safetensors file at `location`, and must have `digest`.
+    `object`: they lie in Ray's object store, as what `handle` names.
     """
 
     version: int
-    kind: Literal["shared", "copy", "file"]
+    kind: Literal["shared", "copy", "file", "object"]
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     location: str = ""
     digest: str = ""
+    handle: Any = None
 
     @property
     def fingerprint(self) -> str:

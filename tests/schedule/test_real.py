@@ -175,7 +175,7 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
                     stretto.run,
-                    "make_process_fleet",
+                    "make_worker_fleet",
                     lambda config, length, post, scratch: (lent.begin(post), None),
                 )
                 made[kind, staleness] = train(config)

@@ -242,18 +242,28 @@ def run(config: Config) -> None:
     _check_lengths(config, engine.max_model_len)
 
 
+WEIGHTS = {"in_process": "shared", "processes": "file", "ray": "object"}
+"""The way of weights to engines, by the fleet's kind."""
+
+
 def _check_fleet(config: FleetConfig) -> None:
     """Weights that reach the engines, and keys that mean something where they run."""
-    if config.kind == "processes":
+    own = WEIGHTS[config.kind]
+    if config.kind != "in_process":
         if config.weights in ("shared", "copy"):
             raise StrettoError(
-                f'fleet.weights = "{config.weights}" with fleet.kind = "processes": another process does not see the '
-                'trainer\'s memory; use fleet.weights = "file", or "auto"'
+                f'fleet.weights = "{config.weights}" with fleet.kind = "{config.kind}": another process does not see '
+                f'the trainer\'s memory; use fleet.weights = "{own}", or "auto"'
+            )
+        if config.weights not in ("auto", own):
+            raise StrettoError(
+                f'fleet.weights = "{config.weights}" with fleet.kind = "{config.kind}": its workers pull weights by '
+                f'"{own}"; use that, or "auto"'
             )
         return
-    if config.weights == "file":
+    if config.weights in ("file", "object"):
         raise StrettoError(
-            'fleet.weights = "file" with fleet.kind = "in_process": the engine is where the weights are; '
+            f'fleet.weights = "{config.weights}" with fleet.kind = "in_process": the engine is where the weights are; '
             'use "auto", or fleet.kind = "processes"'
         )
     if config.workers > 1:
@@ -362,7 +372,7 @@ def warnings(config: Config) -> list[str]:
     if config.history.warm_from is not None and config.draft.budget == "none":
         said.append('history.warm_from is not read: draft.budget = "none" drafts nothing')
     said += _reuse_warnings(config)
-    depends = timing(config.schedule, config.fleet.kind == "processes")
+    depends = timing(config.schedule, config.fleet.kind != "in_process")
     if config.deterministic and depends:
         dropping = " and schedule.drop_zero_variance" if config.schedule.drop_zero_variance else ""
         said.append(

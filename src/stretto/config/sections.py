@@ -183,18 +183,22 @@ class ReuseConfig(Section):
 class FleetConfig(Section):
     """Where engines run."""
 
-    kind: Literal["in_process", "processes"] = "in_process"
-    """in_process: one engine in the trainer's process; processes: each in one of its own."""
+    kind: Literal["in_process", "processes", "ray"] = "in_process"
+    """in_process: one engine in the trainer's process; processes: each in one of its own; ray: on a Ray cluster."""
     workers: int = Field(default=1, ge=1, le=1024)
-    """Engines, each with engine.max_num_seqs slots."""
+    """Engines, each with engine.max_num_seqs slots. ray: as many at most; those that find room join, also later."""
+    address: str | None = Field(default=None, min_length=1)
+    """ray: of a cluster, "auto" on one of its machines, or "HOST:6379"; none: a Ray is started here for the run."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """processes: torch's in each of them; none: the cores divided by the workers."""
+    """processes, ray: torch's in each, the CPUs it reserves; none: cores divided by workers (with an address, 1)."""
+    gpus: float | None = Field(default=None, ge=0.0)
+    """ray: GPUs that each worker reserves; none: what its engine takes, where the cluster has any."""
     restarts: int = Field(default=3, ge=0)
-    """processes: how often another one is started in a lost one's place."""
+    """processes, ray: how often another one is started in a lost one's place."""
     patience: float = Field(default=600.0, ge=1.0)
-    """processes: seconds of silence, loading included, after which one that has something to do is killed as lost."""
-    weights: Literal["auto", "shared", "copy", "file"] = "auto"
-    """shared: the learner's own tensors; copy: a second model; file: on disk, for processes; auto: the cheapest."""
+    """processes, ray: seconds of silence, loading too, after which one that has something to do is killed as lost."""
+    weights: Literal["auto", "shared", "copy", "file", "object"] = "auto"
+    """shared: the learner's own; copy: a second model; file: on disk; object: in Ray's store; auto: the cheapest."""
 
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]

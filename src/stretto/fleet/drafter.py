@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stretto.fleet.process import ProcessFleet
+from stretto.fleet.workers import WorkerFleet
 from stretto.records import Rollout
 from stretto.tally import Tally
 
@@ -13,7 +13,7 @@ from stretto.tally import Tally
 class FleetDrafter:
     """Each has the history of all prompts and learns from its own steps."""
 
-    def __init__(self, fleet: ProcessFleet) -> None:
+    def __init__(self, fleet: WorkerFleet) -> None:
         self._fleet = fleet
 
     def remember(self, rollouts: Sequence[Rollout]) -> None:

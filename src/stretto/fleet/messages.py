@@ -41,7 +41,7 @@ class Stop:
 
 @dataclass(slots=True)
 class Load:
-    ref: WeightsRef  # of kind "file"
+    ref: WeightsRef  # of kind "file", or "object" on its way through Ray
     running: Running
 
 

@@ -1,395 +1,52 @@
-"""One engine per spawned process: the fleet of more than one worker on one machine."""
+"""The fleet of more than one worker on one machine: processes spawned by the trainer."""
 
 from __future__ import annotations
 
-import logging
 import pickle
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stretto.errors import StrettoError
-from stretto.fleet.figures import Totals
-from stretto.fleet.messages import (
-    Build,
-    Command,
-    DrafterState,
-    Failed,
-    Figures,
-    Load,
-    Past,
-    Ready,
-    Reply,
-    Report,
-    Restore,
-    Setup,
-    Stepped,
-    Stop,
-    Submit,
-)
-from stretto.fleet.pasts import Pasts, messages
-from stretto.records import Event, Loaded, Request, Rollout, Running, WorkerDown, WorkerUp
-from stretto.spawn import ProcessLost, SpawnedProcess
-from stretto.tally import Tally
-from stretto.weights import WeightFiles, WeightsRef
-
-logger = logging.getLogger(__name__)
+from stretto.fleet.messages import Build, Command
+from stretto.fleet.workers import WorkerFleet
+from stretto.records import Event
+from stretto.spawn import SpawnedProcess
+from stretto.weights import WeightFiles
 
 SERVER = "stretto.fleet.serve"
-POLL = 0.5  # seconds between looks whether a silent worker is stuck
 
 
-@dataclass(slots=True)
-class _Worker:
-    """A process as the trainer knows it. One that is started in a lost one's place has a number of its own, so that
-    nothing meant for the one can reach the other.
-    """
+class ProcessFleet(WorkerFleet):
+    """`scratch` is a folder for weights, the fleet's own; `more` as `WorkerFleet` has it."""
 
-    number: int
-    place: int  # 0 .. workers - 1, kept by those that come after it
-    process: SpawnedProcess
-    ready: Ready | None = None
-    missed: list[bytes] | None = None  # responses that come in while it is told of those before
-    up: bool = False  # it is ready, and knows of all responses that others know of
-    announced: bool = False  # its WorkerUp is posted
-    lost: bool = False
-    sent: int = 0  # commands
-    handled: int = 0
-    busy: bool = False  # its engine has work
-    asked: int = 0  # reports
-    reported: int = 0
-
-    @property
-    def owes(self) -> bool:
-        """Whether something is still to come from it."""
-        return not self.lost and (not self.up or self.busy or self.handled < self.sent)
+    def __init__(self, build: Build, post: Callable[[Event], None], *, scratch: Path, **more: Any) -> None:
+        super().__init__(build, post, SpawnedHosts(scratch), **more)
 
 
-class ProcessFleet:
-    """`workers` processes, each with an engine that `build(number)` makes there; they load at once, in parallel.
+class SpawnedHosts:
+    """Each process is this one's child, and ends with it. Weights go through files."""
 
-    Commands become messages, which a worker takes between two of its steps; a `submit` is one message, so what it
-    starts begins in one step. A thread for each process posts what it says to the inbox.
+    def __init__(self, scratch: Path) -> None:
+        self.weights = WeightFiles(scratch)
 
-    A process that dies (its pipe ends) is `WorkerDown`: what it had reported is kept, what ran there goes on
-    elsewhere. Another one is started in its place, up to `restarts` times; then the fleet goes on without it. So it is
-    with one that is stuck: that owes something and has said nothing for `patience` seconds; it is killed. An exception
-    in a worker would come again in its successor: `expecting` raises it.
+    def start(self, place: int, show: Callable[[str], None]) -> Child:
+        return Child(SERVER, show)
 
-    `scratch` is a folder for weights, the fleet's own. For drafters of workers to come, the responses of the newest
-    `window` visits of each prompt are kept, in at most `history_bytes`.
-    """
+    def pack(self, command: Command) -> bytes:
+        return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
 
-    def __init__(
-        self,
-        build: Build,
-        post: Callable[[Event], None],
-        *,
-        workers: int,
-        scratch: Path,
-        restarts: int = 3,
-        patience: float = 600.0,
-        window: int = 1,
-        history_bytes: int = 1 << 30,
-    ) -> None:
-        self._build, self._post = build, post
-        self._restarts, self._patience = restarts, patience
-        self._files = WeightFiles(scratch)
-        self._changed = threading.Condition()  # guards all that follows
-        self._workers: dict[int, _Worker] = {}  # by number, those that live
-        self._next = 0
-        self._places = set(range(workers))  # those that have not been given up
-        self._started = self._closing = False
-        self._failure: StrettoError | None = None
-        self._totals = Totals()
-        self._states: dict[int, Restore] = {}  # place -> what its drafter was last known to have learned
-        self._pasts = Pasts(window, history_bytes)
-        self._last_words = ""
-        self._threads: list[threading.Thread] = []
-        try:
-            for place in range(workers):  # numbered as their places
-                self._listen_to(self._spawn(place))
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError):
-                raise StrettoError(
-                    f"fleet.workers = {workers}: a process cannot be started: {error}"
-                ) from error
-            raise
-
-    # ---- commands -------------------------------------------------------------------------------------
-
-    def wait_until_ready(self) -> None:
-        """Until every worker is ready or given up. Raises StrettoError if one has failed, or none is left."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._settled())
-        self.expecting()
-
-    def start(self) -> None:
-        """When all are ready, report them in order: a schedule then meets all at once, whoever was first.
-
-        Raises StrettoError if one has failed, or none is left.
-        """
-        self.wait_until_ready()
-        with self._changed:
-            self._started = True
-            for worker in self._workers.values():
-                self._announce(worker)
-
-    def submit(self, worker: int, requests: Sequence[Request]) -> None:
-        self._command(Submit(list(requests)), [worker])
-
-    def stop(self, worker: int, ids: Sequence[int], attempts: Sequence[int]) -> None:
-        self._command(Stop(list(ids), list(attempts)), [worker])
-
-    def load(self, ref: WeightsRef, workers: Sequence[int], running: Running) -> None:
-        written = self._files.write(ref)
-        with self._changed:
-            alive = [worker for worker in workers if worker in self._workers]
-            self._files.publish(written, alive)
-        self._command(Load(written, running), alive)
-
-    def expecting(self) -> bool:
-        """Whether a worker owes an event.
-
-        Raises StrettoError if what is owed will never come: a worker has failed, or none is left.
-        """
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            if not self._places:
-                raise StrettoError(
-                    f"no worker is left, after fleet.restarts = {self._restarts} restarts of each; "
-                    f"the last one {self._last_words}"
-                )
-            return len(self._workers) < len(self._places) or any(w.owes for w in self._workers.values())
-
-    def metrics(self) -> dict[str, float]:
-        """Engine counters since the last call, summed over workers; but `step_seconds` are those of the place that
-        computed longest, since they work side by side. Waits until each worker has ended its step.
-        """
-        self.report(Report(state=False))
-        with self._changed:
-            return self._totals.take_engine()
+    def leave(self, place: int) -> None: ...
 
     def close(self) -> None:
-        """Kill the processes and remove the weights."""
-        with self._changed:
-            self._closing = True
-            workers = list(self._workers.values())
-        for worker in workers:
-            worker.process.kill()
-        for thread in self._threads:
-            thread.join()
-        self._files.close()
-
-    # ---- drafting; see FleetDrafter ---------------------------------------------------------------------
-
-    def report(self, what: Report) -> None:
-        """Have every worker that is up report, and wait for it."""
-        with self._changed:
-            asked = [worker for worker in self._workers.values() if worker.up]
-            for worker in asked:
-                worker.asked += 1
-        self._command(what, [worker.number for worker in asked])
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or all(w.lost or w.reported == w.asked for w in asked)
-            )
-
-    def remember(self, rollouts: Sequence[Rollout]) -> None:
-        """Send finished responses to all workers, and keep them for those to come: it is not known who will answer
-        their prompts at the next visit.
-        """
-        pasts = [Past.of(rollout) for rollout in rollouts]
-        packed = list(messages(pasts))
-        with self._changed:
-            self._pasts.add(pasts)
-            know = [worker for worker in self._workers.values() if worker.up]
-            for worker in self._workers.values():
-                if worker.missed is not None:
-                    worker.missed += packed
-        for worker in know:
-            self._send(worker, packed)
-
-    def drafter_states(self) -> list[Mapping[str, Any]]:
-        """Of the drafter of each place, as it is now."""
-        self.report(Report(state=True))
-        with self._changed:
-            return [known.state for _, known in sorted(self._states.items())]
-
-    def restore_drafters(self, states: Sequence[Mapping[str, Any]], budget: bool) -> None:
-        """Have the drafter of place i go on from the i-th state, or from the first where there are not so many."""
-        with self._changed:
-            workers = list(self._workers.values())
-            for place in self._places:
-                self._states[place] = Restore(states[place if place < len(states) else 0], budget)
-        for worker in workers:
-            self._command(self._states[worker.place], [worker.number])
-
-    def take_drafter_counts(self) -> Tally:
-        """Those that came with the last reports."""
-        with self._changed:
-            return self._totals.take_drafter()
-
-    # ---- talking ----------------------------------------------------------------------------------------
-
-    def _command(self, command: Command, workers: Sequence[int]) -> None:
-        """To those of `workers` that live: the ledger will hear, or has heard, of the others' end."""
-        message = _pack(command)
-        with self._changed:
-            living = [self._workers[number] for number in workers if number in self._workers]
-        for worker in living:
-            self._send(worker, [message])
-
-    def _send(self, worker: _Worker, packed: Sequence[bytes]) -> None:
-        """Not with the lock held, unless it is little: who takes its time must not keep others' events waiting."""
-        with self._changed:
-            worker.sent += len(packed)
-        for message in packed:
-            worker.process.send(message)
-
-    def _spawn(self, place: int) -> _Worker | None:
-        """A process for `place`, told what its predecessor had learned; None: the fleet is closing. Raises OSError."""
-        with self._changed:
-            if self._closing:
-                return None
-            number, self._next = self._next, self._next + 1
-
-            def show(line: str) -> None:
-                logger.info("worker %d: %s", number, line)
-
-            worker = self._workers[number] = _Worker(number, place, SpawnedProcess(SERVER, show))
-            worker.process.send(_pack(Setup(self._build, number)))  # before anybody else finds it, and little
-            if place in self._states:
-                self._send(worker, [_pack(self._states[place])])
-            return worker
-
-    def _bring_up(self, worker: _Worker) -> None:
-        """Tell a worker that is ready of all responses that the others know of, those that come in meanwhile too."""
-        with self._changed:
-            pasts, worker.missed = self._pasts.all(), []
-        for message in messages(pasts):
-            self._send(worker, [message])
-        while not worker.up:
-            with self._changed:
-                missed, worker.missed = worker.missed or [], []
-                if not missed:
-                    worker.up, worker.missed = True, None
-                    self._announce(worker)
-                    self._changed.notify_all()
-            self._send(worker, missed)
-
-    def _announce(self, worker: _Worker) -> None:
-        if self._started and worker.ready is not None and worker.up and not worker.announced:
-            worker.announced = True
-            self._post(WorkerUp(worker.number, worker.ready.slots, worker.ready.version, worker.place))
-
-    def _settled(self) -> bool:
-        """Whether every place has a worker that is up, or has been given up."""
-        return {worker.place for worker in self._workers.values() if worker.up} == self._places
-
-    # ---- a thread for each place ------------------------------------------------------------------------
-
-    def _listen_to(self, worker: _Worker | None) -> None:
-        thread = threading.Thread(target=self._serve, args=(worker,), name="fleet", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _serve(self, worker: _Worker | None) -> None:
-        try:
-            self._serve_place(worker)
-        except Exception as error:  # noqa: BLE001 -- whatever it is, without this thread nobody would say it
-            with self._changed:
-                self._failure = StrettoError(f"a worker cannot be reached, or started again: {error!r}")
-                self._changed.notify_all()
-
-    def _serve_place(self, worker: _Worker | None) -> None:
-        """Listen to a worker, and to those that come in its place, until the last of them is gone."""
-        restarts = 0
-        while worker is not None:
-            end = self._listen(worker)
-            with self._changed:
-                again = restarts < self._restarts and self._failure is None and not self._closing
-                self._lose(worker, end, restarts if again else None)
-            worker.process.close()
-            restarts += 1
-            worker = self._spawn(worker.place) if again else None
-
-    def _lose(self, worker: _Worker, end: str, restarts: int | None) -> None:
-        """Enter that it is gone; `restarts` says how often one was started in its place, None that none will be."""
-        del self._workers[worker.number]
-        worker.lost = True
-        self._files.taken(worker.number)
-        if restarts is None:
-            self._places.discard(worker.place)
-        if not self._closing:
-            self._last_words = end
-            if self._failure is None:
-                then = (
-                    "it is not replaced: the run goes on without it"
-                    if restarts is None
-                    else f"another one is started in its place (restart {restarts + 1} of {self._restarts})"
-                )
-                logger.warning(
-                    "worker %d (process %d) %s; what it ran goes on elsewhere from the tokens received; %s",
-                    worker.number,
-                    worker.process.pid,
-                    end,
-                    then,
-                )
-            if worker.announced:
-                self._post(WorkerDown(worker.number))
-        self._changed.notify_all()
-
-    def _listen(self, worker: _Worker) -> str:
-        """Take in what it says until it ends, or is stuck and killed; returns how it ended."""
-        silent = 0.0  # seconds, as they were waited here: this process may have been held itself
-        while True:
-            try:
-                payload = worker.process.receive(POLL)
-            except ProcessLost as lost:
-                return str(lost)
-            if payload is None:
-                with self._changed:
-                    silent = silent + POLL if worker.owes else 0.0
-                    if self._closing:
-                        return "was killed"
-                if silent > self._patience:
-                    worker.process.kill()
-                    return f"was killed, having said nothing for fleet.patience = {self._patience:g} seconds"
-                continue
-            silent = 0.0
-            reply: Reply = pickle.loads(payload)  # noqa: S301 -- from our own child
-            with self._changed:
-                self._take(worker, reply)
-                self._changed.notify_all()
-            if isinstance(reply, Ready):
-                self._bring_up(worker)
-
-    def _take(self, worker: _Worker, reply: Reply) -> None:
-        match reply:
-            case Ready():
-                worker.ready = reply
-            case Stepped():
-                for event in reply.events:
-                    if isinstance(event, Loaded):
-                        self._files.taken(worker.number, event.version)
-                    # Posted first: the runtime takes "nothing expected and an empty inbox" for a stand-still.
-                    self._post(event)
-                worker.handled, worker.busy = reply.handled, reply.busy
-            case Figures():
-                worker.reported += 1
-                self._totals.add(worker.place, reply)
-            case DrafterState():
-                worker.reported += 1
-                if reply.state:
-                    self._states[worker.place] = Restore(reply.state, budget=True)
-            case Failed() if self._failure is None:
-                self._failure = StrettoError(f"worker {worker.number} failed: {reply.message}")
+        self.weights.close()
 
 
-def _pack(message: object) -> bytes:
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+class Child(SpawnedProcess):
+    """A spawned process as a fleet's channel."""
+
+    @property
+    def name(self) -> str:
+        return f"process {self.pid}"
+
+    def waits(self) -> str:
+        return ""

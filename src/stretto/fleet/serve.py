@@ -1,21 +1,23 @@
 """The inside of a fleet's worker process: an engine that takes commands between two of its steps.
 
-Both directions are pickles, over a socket pair that only parent and child hold; nothing of the user's runs here.
+Both directions are pickles, over a socket pair that only parent and child hold, or between a Ray driver and its actors;
+nothing of the user's runs here.
 """
 
 from __future__ import annotations
 
 import ctypes
 import pickle
-import queue
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from stretto.engine import Engine
 from stretto.errors import StrettoError
 from stretto.fleet import Drafting
+from stretto.fleet.channel import Message
 from stretto.fleet.messages import (
     Command,
     DrafterState,
@@ -39,6 +41,15 @@ from stretto.weights import read_weights
 PR_SET_PDEATHSIG = 1
 
 
+class Inbox(Protocol):
+    """Messages in the order in which they were sent."""
+
+    def get(self) -> Message:
+        """The next one; waits for it."""
+
+    def empty(self) -> bool: ...
+
+
 def end_with_parent() -> None:
     """Where the system can do it: the parent's end then kills this process even while it is stopped, or stuck in a way
     that keeps the thread which reads the socket from running. (What counts is the end of the thread that started it: a
@@ -57,8 +68,13 @@ def main(descriptor: int) -> None:
     def send(reply: Reply) -> None:
         send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))
 
+    serve(inbox, send)
+
+
+def serve(inbox: Inbox, send: Callable[[Reply], None]) -> None:
+    """Build the engine that the first message names, and serve until something fails, which is then said."""
     try:
-        setup: Setup = pickle.loads(inbox.get())  # noqa: S301 -- from our own parent
+        setup: Setup = _unpack(inbox.get())
         engine, drafter = setup.build(setup.worker)
         send(Ready(engine.slots, engine.version))
         Worker(engine, drafter, inbox, send).run()
@@ -75,7 +91,7 @@ class Worker:
         self,
         engine: Engine,
         drafter: Drafting | None,
-        inbox: queue.SimpleQueue[bytes],
+        inbox: Inbox,
         send: Callable[[Reply], None],
     ) -> None:
         self.engine, self.drafter = engine, drafter
@@ -94,15 +110,16 @@ class Worker:
             if events or self.handled > before or not busy:
                 self.send(Stepped(events, self.handled, busy))
 
-    def handle(self, payload: bytes) -> None:
-        command: Command = pickle.loads(payload)  # noqa: S301 -- from our own parent
+    def handle(self, message: Message) -> None:
+        command: Command = _unpack(message)
         match command:
             case Submit():
                 self.engine.submit(command.requests)
             case Stop():
                 self.engine.stop(command.ids, command.attempts)
             case Load():
-                self.engine.load(read_weights(command.ref), command.running)
+                ref = command.ref
+                self.engine.load(read_weights(ref) if ref.kind == "file" else ref, command.running)
             case Remember() if self.drafter is not None:
                 self.drafter.remember([past.rollout() for past in command.pasts])
             case Restore() if self.drafter is not None:
@@ -113,3 +130,7 @@ class Worker:
                 drafter = Tally() if self.drafter is None else self.drafter.counts()
                 self.send(Figures(self.engine.metrics(), drafter))
         self.handled += 1
+
+
+def _unpack(message: Message) -> Any:
+    return pickle.loads(message) if isinstance(message, bytes) else message  # noqa: S301 -- from our own trainer

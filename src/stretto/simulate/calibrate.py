@@ -138,7 +138,7 @@ def scenario_of(run: Path, measured: dict[str, Any]) -> str:
 
 
 def _workers(config: Config) -> int:
-    return config.fleet.workers if config.fleet.kind == "processes" else 1
+    return config.fleet.workers if config.fleet.kind != "in_process" else 1
 
 
 def _changed(config: ScheduleConfig) -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""The fleet on a Ray cluster: an actor for each worker, in a placement group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from stretto.config import Config
+from stretto.fleet.channel import Message, ProcessLost
+from stretto.fleet.messages import Build, Command, Load
+from stretto.fleet.ray_worker import RayWorker, as_arrays
+from stretto.fleet.workers import WorkerFleet
+from stretto.records import Event
+from stretto.weights import WeightsRef
+
+LONGEST = 5.0  # seconds that a call for replies stays open
+AT_ONCE = 5.0  # seconds within which a cluster with room gives a place
+SAID = 300  # characters of what Ray says of an actor's end
+
+
+class RayFleet(WorkerFleet):
+    """Each worker reserves `cpus` and `gpus`; `more` as `WorkerFleet` has it. Ray must have been initialised."""
+
+    def __init__(
+        self, build: Build, post: Callable[[Event], None], *, cpus: float, gpus: float = 0.0, **more: Any
+    ) -> None:
+        super().__init__(build, post, RayHosts(cpus, gpus), **more)
+
+
+def gpus_of(config: Config) -> float:
+    """What each worker reserves. Ray must have been initialised."""
+    if config.fleet.gpus is not None:
+        return config.fleet.gpus
+    wanted = config.model.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+    return 1.0 if wanted else 0.0
+
+
+class RayHosts:
+    """Places in a Ray cluster. Each is a placement group with one bundle, so that none waits for another's, and that
+    nobody takes it while a lost worker is replaced. Actors and groups end with this process.
+    """
+
+    def __init__(self, cpus: float, gpus: float) -> None:
+        self._bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        self._places: dict[int, Any] = {}  # their placement groups
+        self.weights = WeightObjects()
+
+    def start(self, place: int, show: Callable[[str], None]) -> RayChannel:
+        if place not in self._places:
+            self._places[place] = placement_group([self._bundle], strategy="PACK")
+        return RayChannel(self._places[place], self._bundle)
+
+    def pack(self, command: Command) -> Message:
+        # Ray counts who has a handle only where it packs the handle itself.
+        return command if isinstance(command, Load) else pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+
+    def leave(self, place: int) -> None:
+        if place in self._places:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self._places.pop(place))
+
+    def close(self) -> None:
+        for place in list(self._places):
+            self.leave(place)
+        self.weights = WeightObjects()
+
+
+class WeightObjects:
+    """The newest weights in Ray's object store, put there once; older ones stay for as long as somebody is to pull
+    them, which Ray itself counts.
+    """
+
+    def __init__(self) -> None:
+        self._newest: WeightsRef | None = None
+
+    def write(self, ref: WeightsRef) -> WeightsRef:
+        newest = self._newest
+        if newest is None or newest.version != ref.version:
+            handle = ref.handle if ref.kind == "object" else ray.put(as_arrays(ref.tensors))
+            newest = WeightsRef(ref.version, "object", handle=handle)
+        return newest
+
+    def publish(self, written: WeightsRef, workers: Iterable[int]) -> None:
+        self._newest = written
+
+    def taken(self, worker: int, version: int | None = None) -> None: ...
+
+
+class RayChannel:
+    """An actor in the placement group `group`. It exists at once; what it is sent waits until it has its place."""
+
+    def __init__(self, group: Any, bundle: dict[str, float]) -> None:
+        self._group, self._bundle = group, bundle
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+        self._actor = RayWorker.options(
+            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy
+        ).remote([os.path.abspath(entry) for entry in sys.path])
+        self._take = self._actor.take.options(concurrency_group="take")
+        self._say = self._actor.replies.options(concurrency_group="replies")
+        self._where = self._actor.where.remote()
+        self.pid, self._node, self._address = 0, "", ""
+        self._numbers = itertools.count()
+        self._sending = threading.Lock()
+        self._call: Any = None  # for replies
+        self._replies: deque[bytes] = deque()
+        self._silent = 0.0  # seconds, before it had a place
+        self._ended = False
+
+    @property
+    def name(self) -> str:
+        return f"process {self.pid} on {self._address}" if self.pid else "without a process yet"
+
+    def waits(self) -> str:
+        if self.pid or self._silent < AT_ONCE:
+            return ""
+        with contextlib.suppress(RayError):
+            if placement_group_table(self._group)["state"] == "CREATED":
+                return ""
+        wanted = " and ".join(f"{count:g} {kind}" for kind, count in self._bundle.items())
+        free = ray.available_resources()
+        has = ", ".join(f"{free.get(kind, 0):g} {kind}" for kind in self._bundle)
+        return f"{wanted} on one machine of the cluster, which has {has} free in all"
+
+    def send(self, message: Message) -> None:
+        with self._sending:
+            self._take.remote(next(self._numbers), [message])
+
+    def receive(self, within: float) -> bytes | None:
+        try:
+            while not self._replies:
+                if not self.pid and ray.wait([self._where], timeout=0)[0]:
+                    self.pid, self._node, self._address = ray.get(self._where)
+                if self._call is None:
+                    self._call = self._say.remote(LONGEST)
+                if not ray.wait([self._call], timeout=within)[0]:
+                    self._silent += within
+                    return None
+                call, self._call = self._call, self._say.remote(LONGEST)
+                self._replies += ray.get(call)
+        except RayError as error:
+            self._ended = True
+            raise ProcessLost(how_it_ended(error)) from error
+        return self._replies.popleft()
+
+    def kill(self) -> None:
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(self._actor)
+        if not self.pid or self._ended:
+            return
+        # Ray asks the process to end, which one that is stuck does not do.
+        self._ended = True
+        if self._node == ray.get_runtime_context().get_node_id():
+            kill_process(self.pid)
+        else:
+            there = NodeAffinitySchedulingStrategy(self._node, soft=False)
+            ray.remote(kill_process).options(num_cpus=0, scheduling_strategy=there).remote(self.pid)
+
+    def close(self) -> None:
+        self.kill()
+
+
+def kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def how_it_ended(error: RayError) -> str:
+    """Ray's reason, without what it always says."""
+    text = " ".join(str(error).split())
+    if "low on memory" in text or "OutOfMemory" in type(error).__name__:
+        start = text.find("Memory on the node")
+        return f"ran out of memory: {text[max(0, start) :][:SAID]}"
+    reason = re.search(r"Worker exit detail: (.*)|The actor is dead because (.*)", text)
+    said = next((part for part in reason.groups() if part), text) if reason else text
+    return f"was lost; Ray says: {said[:SAID]}"

@@ -1,0 +1,74 @@
+"""A run's connection to Ray: a cluster that is there, or one of its own on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stretto.config import Config
+from stretto.errors import StrettoError
+
+REACHABLE = 5.0  # seconds in which a cluster must answer
+
+
+@contextmanager
+def ray_for(config: Config, cores: int) -> Iterator[None]:
+    """Ray for the time of a run: at `fleet.address`, else started here, and ended with the run; where this program has
+    connected to Ray already, that.
+
+    A Ray of its own has no dashboard, says nothing of its use to anybody, listens on this machine only, and has as many
+    CPUs as the run asks for, be the `cores` fewer. Raises StrettoError where Ray is not installed, or not reached.
+    """
+    if config.fleet.kind != "ray":
+        yield
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise StrettoError("fleet.kind = \"ray\" needs Ray: pip install 'stretto[ray]'")
+    address = config.fleet.address
+    if address is not None:
+        _require_reachable(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is None:
+        # Ray's own switch for a node that is nobody else's: it then has the address 127.0.0.1 and listens there.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    quiet = {"configure_logging": False, "log_to_driver": False}
+    try:
+        if address is None:
+            wanted = config.fleet.workers * (config.fleet.threads or 1)
+            ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet)
+        else:
+            ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        where = "a Ray on this machine" if address is None else f'fleet.address = "{address}": Ray'
+        raise StrettoError(f"{where} cannot be had: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _require_reachable(address: str) -> None:
+    """Raise StrettoError if nobody listens at `address`: Ray itself would try for minutes, and then end the program."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise StrettoError(
+            f'fleet.address = "{address}" is no address of a Ray cluster; use "auto" on one of its machines, '
+            '"HOST:6379", or "ray://HOST:10001"'
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE).close()
+    except OSError as error:
+        raise StrettoError(
+            f'fleet.address = "{address}": nobody answers there ({error}); `ray status` on the cluster\'s head says '
+            "whether it runs"
+        ) from error

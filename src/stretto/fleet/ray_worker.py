@@ -1,0 +1,113 @@
+"""The actor around a worker's engine: messages in, replies out, each by a thread of its own beside the engine's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from stretto.fleet.channel import Message
+from stretto.fleet.messages import Failed, Load, Reply, Stepped
+from stretto.fleet.serve import serve
+from stretto.records import Progress
+from stretto.weights import WeightsRef
+
+LINGER = 0.02  # seconds that news which nobody waits for may wait for more: a call takes a millisecond
+GROUPS = {"take": 1, "replies": 1}
+"""Threads for the two methods, of these names; an actor's others have their own."""
+
+
+class EngineActor:
+    """Serves an engine as `stretto.fleet.serve` does. `path`: where the trainer finds its modules."""
+
+    def __init__(self, path: Sequence[str]) -> None:
+        sys.path += [entry for entry in path if entry not in sys.path]
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._early: dict[int, Message] = {}
+        self._taken = 0
+        self._news = threading.Condition()  # guards what follows
+        self._replies: list[bytes] = []
+        self._urgent = False
+        threading.Thread(target=self._serve, name="engine", daemon=True).start()
+
+    def where(self) -> tuple[int, str, str]:
+        """Process number, Ray's name of the node, and its address."""
+        return os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def take(self, number: int, message: list[Message]) -> None:
+        """The `number`-th message. (Ray does not promise that they come in order; in a list its handles stay such.)"""
+        self._early[number] = message[0]
+        while (following := self._early.pop(self._taken, None)) is not None:
+            self._taken += 1
+            try:
+                self._inbox.put(_pulled(following))
+            except ray.exceptions.RayError as error:
+                self._send(Failed(f"the weights that it was to load cannot be had: {error}"))
+
+    def replies(self, within: float) -> list[bytes]:
+        """What there is to say; nothing after so many seconds without any."""
+        with self._news:
+            self._news.wait_for(lambda: self._replies, within)
+            if self._replies:
+                self._news.wait_for(lambda: self._urgent, LINGER)
+            replies, self._replies, self._urgent = self._replies, [], False
+            return replies
+
+    def _send(self, reply: Reply) -> None:
+        packed = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
+        with self._news:
+            self._replies.append(packed)
+            self._urgent = self._urgent or not _can_wait(reply)
+            self._news.notify_all()
+
+    def _serve(self) -> None:
+        serve(self._inbox, self._send)
+
+
+RayWorker: Any = ray.remote(concurrency_groups=GROUPS)(EngineActor)
+
+
+def _can_wait(reply: Reply) -> bool:
+    return isinstance(reply, Stepped) and reply.busy and all(isinstance(e, Progress) for e in reply.events)
+
+
+def _pulled(message: Message) -> Message:
+    """With the weights that a `Load` names: fetched here, beside the engine, which takes them between two steps."""
+    if not isinstance(message, Load):
+        return message
+    tensors = as_tensors(ray.get(message.ref.handle))
+    return Load(WeightsRef(message.ref.version, "copy", tensors), message.running)
+
+
+def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...], Any]]:
+    """Name -> dtype, shape and bytes: Ray's store keeps numpy arrays as they are, and they are read there."""
+    return {
+        name: (
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(),
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def as_tensors(arrays: Mapping[str, tuple[str, tuple[int, ...], Any]]) -> dict[str, torch.Tensor]:
+    """What `as_arrays` was given; in memory that may only be read."""
+    found: dict[str, torch.Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, (dtype, shape, values) in arrays.items():
+            flat = torch.from_numpy(np.asarray(values)).view(getattr(torch, dtype))
+            found[name] = flat.reshape(shape)
+    return found
