@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stretto.config import Config
     from stretto.run import RunResult
 
-BENCHMARKS = ("engine", "linear", "bookkeeping", "draft", "rollout", "inflight", "simulation")
+BENCHMARKS = ("engine", "linear", "bookkeeping", "draft", "rollout", "inflight", "simulation", "ray")
 CHECKPOINTS = ("initial", "latest", "best")
 
 app = App(
@@ -343,7 +343,7 @@ def bench(
     """Measure the speed of a part on this machine. `stretto bench NAME --help` lists its options.
 
     Args:
-        name: "engine", "linear", "bookkeeping", "draft", "rollout", "inflight" or "simulation".
+        name: "engine", "linear", "bookkeeping", "draft", "rollout", "inflight", "simulation" or "ray".
         *words: The benchmark's own options.
     """
     if name in ("-h", "--help"):

@@ -21,6 +21,7 @@ from stretto.engine.embedded import EmbeddedEngine
 from stretto.errors import StrettoError
 from stretto.fleet.in_process import InProcessFleet
 from stretto.fleet.process import ProcessFleet
+from stretto.fleet.workers import WorkerFleet
 from stretto.records import (
     Event,
     Prompt,
@@ -113,7 +114,7 @@ class AnswerAll(World):
     def __init__(self, at: Callable[[Sequence[Event]], None] = lambda events: None) -> None:
         super().__init__(OnePass(len(PROMPTS), 4), at)
 
-    def answer(self, fleet: ProcessFleet) -> AnswerAll:
+    def answer(self, fleet: WorkerFleet) -> AnswerAll:
         self.run(fleet, lambda: len(self.ledger.scored) == 4 * len(PROMPTS))
         rollouts = [self.ledger.rollout(i) for i in self.ledger.scored]
         assert len(rollouts) == 24

@@ -5,6 +5,7 @@ The processes are started once and lent to one run after the other: starting the
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,10 @@ from stretto.config import Config, ModelConfig, load_config
 from stretto.config.checks import USED_BY
 from stretto.config.schedules import Kind
 from stretto.engine.embedded import EmbeddedEngine
+from stretto.fleet.channel import Published
+from stretto.fleet.messages import Build
 from stretto.fleet.process import ProcessFleet
+from stretto.fleet.workers import WorkerFleet
 from stretto.history.log import read_rollouts
 from stretto.model import load_model
 from stretto.records import (
@@ -107,15 +111,17 @@ def name(rollout: Rollout) -> Key:
 
 
 class Lent:
-    """A fleet of processes for the length of a run: nothing runs at its beginning, and all weights are the first."""
+    """A fleet for the length of a run, and `files` for its weights: nothing runs at its beginning, and all weights are
+    the first.
+    """
 
-    def __init__(self, fleet: ProcessFleet, first: Mapping[str, torch.Tensor], scratch: Path) -> None:
+    def __init__(self, fleet: WorkerFleet, first: Mapping[str, torch.Tensor], files: Published) -> None:
         self.fleet = fleet
         self.submitted: list[tuple[int, int, int]] = []
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         fleet._post = inbox.put
         fleet.wait_until_ready()
-        fleet._files = WeightFiles(scratch)
+        fleet._files = files
         fleet.load(WeightsRef(0, "copy", first), list(fleet._workers), "continue")
         loaded: set[int] = set()
         while loaded < set(fleet._workers):
@@ -161,17 +167,34 @@ Train = Callable[[str, int | None], Path]
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
     """Gives the folder of a run by kind and max_staleness, made once, on two processes."""
     folder = tmp_path_factory.mktemp("runs")
+
+    def make(build: Build) -> ProcessFleet:
+        return ProcessFleet(build, lambda event: None, workers=2, scratch=folder / "weights", restarts=0)
+
+    names = itertools.count()
+    yield from lending(
+        "processes", make, lambda: WeightFiles(folder / f"weights-{next(names)}"), model, folder
+    )
+
+
+def lending(
+    kind_of_fleet: str,
+    make: Callable[[Build], WorkerFleet],
+    files: Callable[[], Published],
+    model: Path,
+    folder: Path,
+) -> Iterator[Train]:
+    """One fleet of two workers, lent to every run."""
     first = {n: p.detach().clone() for n, p in load_model(of(model)).named_parameters()}
-    processes = {"fleet.kind": "processes", "fleet.workers": 2, "fleet.threads": 1}
-    any_kind = config_of(model, folder, "synchronous", **processes)
-    build = partial(build_worker, any_kind, 128)
-    fleet = ProcessFleet(build, lambda event: None, workers=2, scratch=folder / "weights", restarts=0)
+    two = {"fleet.kind": kind_of_fleet, "fleet.workers": 2, "fleet.threads": 1}
+    any_kind = config_of(model, folder, "synchronous", **two)
+    fleet = make(partial(build_worker, any_kind, 128))
     made: dict[tuple[str, int | None], Path] = {}
 
     def run(kind: str, staleness: int | None) -> Path:
         if (kind, staleness) not in made:
-            lent = Lent(fleet, first, folder / f"weights-{len(made)}")
-            config = config_of(model, folder / str(staleness), kind, max_staleness=staleness, **processes)
+            lent = Lent(fleet, first, files())
+            config = config_of(model, folder / str(staleness), kind, max_staleness=staleness, **two)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
                     stretto.run,
@@ -193,7 +216,10 @@ def of(path: Path) -> ModelConfig:
 
 @pytest.mark.parametrize(("kind", "staleness"), ALL)
 def test_trains_with_correct_records(kind: str, staleness: int | None, trained: Train) -> None:
-    folder = trained(kind, staleness)
+    check_records(kind, trained(kind, staleness))
+
+
+def check_records(kind: str, folder: Path) -> None:
     config = load_config(folder / "config.toml")
     bound = ledger_options(config.schedule)["max_staleness"]
     updates = consumed(folder)
@@ -266,9 +292,14 @@ def test_consumed_on_policy_responses_are_those_of_their_weights(
     kind: str, staleness: int, model: Path, trained: Train
 ) -> None:
     folder = trained(kind, staleness)
+    check_on_policy(folder, model)
     updates = consumed(folder)
     if kind in ("sorted", "tail_batching"):
         assert sum(rollout.refreshes for update in updates for rollout in update) > 0
+
+
+def check_on_policy(folder: Path, model: Path) -> None:
+    updates = consumed(folder)
     for version, update in enumerate(updates):
         weights = folder / f"checkpoints/step-{version:06d}" if version else model
         for rollout, again in zip(update, regenerated(weights, update), strict=True):

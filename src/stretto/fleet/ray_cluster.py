@@ -34,6 +34,9 @@ def ray_for(config: Config, cores: int) -> Iterator[None]:
     if address is None:
         # Ray's own switch for a node that is nobody else's: it then has the address 127.0.0.1 and listens there.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault(
+            "RAY_worker_niceness", "0"
+        )  # else whatever else runs here goes before the engines
     import ray
 
     if ray.is_initialized():
