@@ -23,6 +23,8 @@ SET: dict[str, tuple[Any, dict[str, Any]]] = {
     "draft.noise_aware": (False, {"draft.budget": "none"}),
     "fleet.restarts": (0, {}),
     "fleet.patience": (5.0, {}),
+    "fleet.address": ("auto", {"fleet.kind": "processes"}),
+    "fleet.gpus": (1.0, {}),
     "schedule.outlier_quantile": (0.5, {"schedule.kind": "histopipe", "schedule.outlier": "none"}),
     "schedule.outlier_factor": (2.0, {"schedule.kind": "histopipe", "schedule.outlier": "none"}),
     "schedule.outlier_share": (0.5, {"schedule.kind": "histopipe", "schedule.outlier": "none"}),
