@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from traceback import extract_tb
 from typing import Any
 
 from stretto.buffer import Ledger
@@ -360,7 +361,8 @@ def simulate(seed: int) -> Outcome:
 
 def report(scenario: Scenario, trace: Sequence[tuple[float, Any]], error: Exception) -> str:
     """What happened, the newest last."""
-    lines = [f"seed {scenario.seed}: {type(error).__name__}: {error}", f"  {scenario.changes()}"]
+    said = str(error) or extract_tb(error.__traceback__)[-1].line  # of an assertion without a text
+    lines = [f"seed {scenario.seed}: {type(error).__name__}: {said}", f"  {scenario.changes()}"]
     lines += [f"  {part}" for part in (scenario.workload, scenario.cluster)]
     lines.append(f"  {scenario.tokens=} {scenario.reward_seconds=} {scenario.crashes=} {scenario.updates=}")
     lines += [f"{when:10.3f}  {_shown(what)}" for when, what in trace]
