@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 
 from stretto.engine.responses import NOT_ENDED, Response, Span, kept_prefix
-from stretto.records import Event, Finished, FinishReason, Leapt, Request, Stopped
+from stretto.records import Event, Finished, FinishReason, Leapt, Request, Scored, Stopped
 
 COUNTERS = (
     "steps",
@@ -64,6 +64,7 @@ class Decoding:
         speed: Callable[[Request], float] | None,
         nodes: Callable[[Request], float] | None,
         agreement: float,
+        score: Callable[[Request], float] | None,
         spans: list[Span] | None,
     ) -> None:
         self.length = length
@@ -75,6 +76,7 @@ class Decoding:
         self.speed = speed
         self.nodes = nodes
         self.agreement = agreement
+        self.score = score
         self.spans = spans
         self._counters = dict.fromkeys(COUNTERS, 0.0)
         self._boundary = 0.0  # perhaps a little in the future
@@ -245,6 +247,8 @@ class Decoding:
             self._leave(response, response.reason or "stopped")
             if response.reason:
                 self._events.append(Finished(self.worker, request.id, request.attempt, response.reason))
+                if self.score is not None:
+                    self._events.append(Scored(request.id, request.attempt, self.score(request)))
             else:
                 self._events.append(Stopped(self.worker, request.id, request.attempt))
 

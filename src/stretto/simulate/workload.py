@@ -197,9 +197,9 @@ class Drawn:
             for i, score in enumerate(row):
                 yield _ended(prompt, i, visit, min(self.quantiles(score), self.cap))
 
-    def reward(self, row: int, key: int) -> float:
+    def reward(self, group: int, key: int) -> float:
         """0 or 1."""
-        return 1.0 if uniform(key, 2) < self.easy[row] else 0.0
+        return 1.0 if uniform(key, 2) < self.easy[group % self.rows] else 0.0
 
 
 class Recorded:
@@ -273,9 +273,9 @@ class Recorded:
             for i in range(samples):
                 yield _ended(prompts[row], i, visit, lengths[i % len(lengths)])
 
-    def reward(self, row: int, key: int) -> float:
+    def reward(self, group: int, key: int) -> float:
         """As recorded; 0 for a response that was not."""
-        del row
+        del group
         return self.rewards.get(key, 0.0)
 
 

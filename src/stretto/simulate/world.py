@@ -137,6 +137,7 @@ class SimulatedWorld:
             speed=self._speed if drafting is not None else None,
             nodes=self._nodes if drafting is not None else None,
             agreement=0.0 if self.redraw else agreement,
+            score=self._score if self.cluster.reward_seconds == 0.0 else None,
             spans=spans,
         )
 
@@ -166,14 +167,20 @@ class SimulatedWorld:
 
     # ---- rewards --------------------------------------------------------------------------------------
 
+    def _score(self, request: Request) -> float:
+        """Of a response that has just ended: what takes no time comes in the same turn of the controller's loop."""
+        self.ended += 1
+        return self.workload.reward(request.group, request.key)
+
     def submit(self, rollouts: Sequence[Rollout]) -> None:
+        """Rewards that take their time."""
         if not rollouts:
             return
         mean, sigma = self.cluster.reward_seconds, self.cluster.reward_sigma
         scored: list[Event] = []
         self.ended += len(rollouts)
         for rollout in rollouts:
-            reward = self.workload.reward(rollout.prompt.row, rollout.key)
+            reward = self.workload.reward(rollout.group_id, rollout.key)
             event = Scored(rollout.request_id, rollout.attempt, reward)
             if sigma:
                 z = NORMAL.inv_cdf(uniform(rollout.key, 4))
