@@ -53,10 +53,10 @@ def test_siblings_that_have_ended_tell_how_long_the_others_are() -> None:
     before = predict_groups(book.view, range(60), history)
     for request in requests:
         if book.view.sample_index(request.id) < 2:
-            book.apply([Leapt(0, request.id, 1, trace.length(request), 0)])
+            book.apply([Leapt(0, request.id, 1, trace.length(request.group, request.key), 0)])
             book.apply([Finished(0, request.id, 1, FinishReason.STOP)])
     after = predict_groups(book.view, range(60), history)
-    left = [(r.group, trace.length(r)) for r in requests if book.view.sample_index(r.id) >= 2]
+    left = [(r.group, trace.length(r.group, r.key)) for r in requests if book.view.sample_index(r.id) >= 2]
     actual = np.array([length for _, length in left], np.float64)
     without, with_siblings = (
         rank_correlation(np.array([predicted[group] for group, _ in left]), actual)

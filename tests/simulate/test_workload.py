@@ -14,9 +14,6 @@ from stretto.records import FinishReason, Prompt, Request, Rollout, SamplingPara
 from stretto.simulate.workload import Drawn, Quantiles, Recorded, read_trace
 
 
-def request(group: int, key: int) -> Request:
-    none = np.zeros(0, np.int64)
-    return Request(key, 1, group, none, none, 0, key, SamplingParams(), draft_ids=none)
 
 
 class TestDistribution:
@@ -46,7 +43,7 @@ def logs(workload: Drawn, visits: int, samples: int) -> np.ndarray:
     """Log lengths (visits, rows, samples)."""
     workload.next(visits * workload.rows)
     lengths = [
-        [workload.length(request(group, 1 + i + samples * group)) for i in range(samples)]
+        [workload.length(group, 1 + i + samples * group) for i in range(samples)]
         for group in range(visits * workload.rows)
     ]
     return np.log(np.array(lengths, np.float64)).reshape(visits, workload.rows, samples)
@@ -71,8 +68,8 @@ class TestDrawn:
     def test_a_length_is_its_keys(self) -> None:
         workload = drawn()
         workload.next(3)
-        assert workload.length(request(1, 77)) == workload.length(request(1, 77))
-        assert len({workload.length(request(1, key)) for key in range(20)}) > 10
+        assert workload.length(1, 77) == workload.length(1, 77)
+        assert len({workload.length(1, key) for key in range(20)}) > 10
 
     def test_visits_are_counted(self) -> None:
         workload = drawn()
@@ -84,7 +81,7 @@ class TestDrawn:
         """Binomial(2000, 0.1): sd 13."""
         workload = drawn(stuck=0.1)
         workload.next(1)
-        stuck = sum(workload.length(request(0, key)) > 10**9 for key in range(2000))
+        stuck = sum(workload.length(0, key) > 10**9 for key in range(2000))
         assert 200 - 60 < stuck < 200 + 60
 
     def test_earlier_visits_are_like_later_ones(self) -> None:
@@ -186,20 +183,20 @@ class TestRecorded:
     def test_replays_the_runs_prompts_and_lengths(self, run: Path) -> None:
         workload = Recorded(run)
         assert [(p.row, visit) for p, visit in workload.next(3)] == [(3, 0), (5, 0), (3, 1)]
-        assert workload.length(request(1, 501)) == 51
+        assert workload.length(1, 501) == 51
         assert workload.reward(5, 501) == 1.0
 
     def test_what_the_run_did_not_make_is_like_what_it_made(self, run: Path) -> None:
         workload = Recorded(run)
         workload.next(2)
-        assert {workload.length(request(0, key)) for key in range(1000, 1050)} == {30, 31}
+        assert {workload.length(0, key) for key in range(1000, 1050)} == {30, 31}
 
     def test_a_response_has_the_tokens_per_step_that_it_had(self, run: Path) -> None:
         drafted = self.rollout(7, 0)
         drafted.accepted, drafted.drafted = 42, 56  # of 70 tokens: 28 steps
         write_rollouts(run / "rollouts" / "step-000002.parquet", [drafted], step=2)
         workload = Recorded(run)
-        found = [workload.drafts(request(0, key)) for key in (700, 300, 999)]
+        found = [workload.drafts(key) for key in (700, 300, 999)]
         assert found == [
             (pytest.approx(69 / 27), 2.0),
             (1.0, 0.0),
@@ -225,9 +222,9 @@ class TestRecorded:
         write_rollouts(run / "rollouts" / "step-000002.parquet", [given_up], step=2)
         workload = Recorded(run)
         assert [p.row for p, _ in workload.next(3)] == [3, 5, 9]  # also those with nothing finished
-        assert [workload.length(request(0, 31)), workload.length(request(2, 32))] == [31, 180]
-        assert workload.length(request(0, 33)) == 31
-        assert workload.length(request(1, 501)) == 51  # finished
+        assert [workload.length(0, 31), workload.length(2, 32)] == [31, 180]
+        assert workload.length(0, 33) == 31
+        assert workload.length(1, 501) == 51  # finished
 
     def test_earlier_visits(self, run: Path) -> None:
         assert [r.token_ids.size for r in Recorded(run).earlier(2, -1)] == [30, 31, 50, 51]

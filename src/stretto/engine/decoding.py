@@ -1,7 +1,7 @@
 """The responses in a simulated engine's slots, and how time passes for them.
 
-All of them advance one step at a time together, so what happens next is the smallest of their last steps, kept in a
-heap. A step takes `base + per_token * V + per_context * C` seconds with V tokens computed and C entries of K/V read; C
+All of them advance one step at a time together, so what happens next is the smallest of their last steps; an array has
+one for each slot (a heap's entries lie all over the memory: of 256 engines each is cold when its turn comes). A step takes `base + per_token * V + per_context * C` seconds with V tokens computed and C entries of K/V read; C
 grows by the same amount each step, so the time of n steps is a quadratic in n and nothing is done in between.
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from math import ceil, sqrt
+
+import numpy as np
 
 from stretto.engine.responses import NOT_ENDED, Response, Span, kept_prefix
 from stretto.records import Event, Finished, FinishReason, Leapt, Request, Scored, Stopped
@@ -32,6 +33,10 @@ COUNTERS = (
     "available_slot_seconds",
     "up_seconds",
 )
+NEVER = (1 << 63) - 1
+ORDER_BITS = 20
+ORDERS = (1 << ORDER_BITS) - 1
+"""Entries are numbered up to here, and then from 0 again: only for the order of those that end with the same step."""
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
@@ -90,9 +95,11 @@ class Decoding:
         self._running: dict[tuple[int, int], Response] = {}  # in order of entering
         self._groups: dict[int, int] = {}  # group -> members running: its prompt is held once
         self._begun: set[int] = set()  # groups whose prompt the next step computes, by their first member
-        self._ends: list[tuple[int, int, Response]] = []  # heap of (last step, serial, response)
+        self._ends = np.full(self.slots, NEVER, np.int64)  # slot -> last step, then order of entering
+        self._end = memoryview(self._ends)  # the same, for one value at a time
+        self._in_slot: list[Response | None] = [None] * self.slots
         self._free = list(range(self.slots - 1, -1, -1))
-        self._step = self._target = self._serial = 0
+        self._step = self._target = self._entries = 0
         self._context = 0.0  # K/V entries held
         self._rate = self._drafted = 0.0  # tokens, and nodes verified, per step, all together
         # Seconds of the next step without prefill, and by how much each later one takes longer.
@@ -105,10 +112,8 @@ class Decoding:
 
     def _aim(self) -> float:
         """Plan to go on until a response ends, or memory is full; returns when that will be. Something must run."""
-        ends, cost, running = self._ends, self.cost, len(self._running)
-        while ends[0][1] != ends[0][2].serial:
-            heappop(ends)
-        steps = max(1, ends[0][0] - self._step)
+        cost, running = self.cost, len(self._running)
+        steps = max(1, (self._end[self._ends.argmin()] >> ORDER_BITS) - self._step)
         if self.kv_tokens is not None and running > 1:
             room = int((self.kv_tokens - self._context) / self._rate)
             if room < steps:
@@ -202,7 +207,7 @@ class Decoding:
     def _enter(self, name: tuple[int, int], response: Response, prompt: int) -> None:
         group, speed, held = response.request.group, response.speed, response.held
         response.entered = entered = self._step + response.late
-        response.slot = self._free.pop()
+        response.slot = slot = self._free.pop()
         response.since = self._boundary
         self._running[name] = response
         self._groups[group] = self._groups.get(group, 0) + 1
@@ -211,14 +216,15 @@ class Decoding:
         self._drafted += response.nodes
         left = response.limit - held
         last = entered + 1 + (left if speed == 1.0 else ceil(left / speed - 1e-9))
-        self._serial = response.serial = serial = self._serial + 1
-        heappush(self._ends, (last, serial, response))
+        self._entries = entries = (self._entries + 1) & ORDERS
+        self._end[slot] = last << ORDER_BITS | entries
+        self._in_slot[slot] = response
 
     def _leave(self, response: Response, why: str) -> None:
         request = response.request
         del self._running[request.id, request.attempt]
-        response.serial = 0
         self._free.append(response.slot)
+        self._end[response.slot] = NEVER
         left = self._groups.pop(request.group) - 1
         if left:
             self._groups[request.group] = left
@@ -238,10 +244,10 @@ class Decoding:
             )
 
     def _release_due(self) -> None:
-        while self._ends and self._ends[0][0] <= self._step:
-            _, serial, response = heappop(self._ends)
-            if serial != response.serial:
-                continue
+        ends, end, due = self._ends, self._end, (self._step + 1) << ORDER_BITS
+        while end[slot := int(ends.argmin())] < due:
+            response = self._in_slot[slot]
+            assert response is not None
             request = response.request
             self._report(response)
             self._leave(response, response.reason or "stopped")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log
 
+import numpy as np
+import numpy.typing as npt
+
 from stretto.records import FinishReason, Request
 
 NOT_ENDED = FinishReason.NONE
@@ -40,7 +43,6 @@ class Response:
     entered: int = 0  # the engine's number of steps when it entered
     slot: int = 0
     since: float = 0.0  # when it entered
-    serial: int = 0  # of its entry; 0: not running
     late: bool = False  # it entered together with who computes its prompt, and waits for that one step
     extra: float = 0.0  # seconds that its entry adds to its first step
 
@@ -68,6 +70,16 @@ def uniform(key: int, salt: int) -> float:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
     return ((x ^ (x >> 31)) + 0.5) / TWO_TO_64
+
+
+def uniforms(keys: npt.NDArray[np.uint64], salt: int) -> list[float]:
+    """`uniform` of each."""
+    with np.errstate(over="ignore"):
+        x = keys + np.uint64(((salt + 1) * MIX) & MASK)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found: list[float] = (((x ^ (x >> np.uint64(31))).astype(np.float64) + 0.5) / TWO_TO_64).tolist()
+    return found
 
 
 def kept_prefix(agreement: float, key: int, version: int, tokens: int) -> int:

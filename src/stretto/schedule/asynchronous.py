@@ -35,6 +35,7 @@ from stretto.schedule.placement import FreeSlots, LongestFirst, behind, fill, pu
 from stretto.view import LedgerView
 
 NOTHING = Gate()
+NOBODY: frozenset[int] = frozenset()
 
 
 class Async:
@@ -65,7 +66,7 @@ class Async:
         if dropped:
             decisions.append(Discard(members_of(view, dropped), "zero_variance"))
         gone = sum(len(view.members(group)) for group in dropped) if dropped else 0
-        updating, leaving = view.updating, set[int]()
+        updating, leaving = view.updating, NOBODY
         if not updating:
             batch, gate = self._batch(view, dropped)
             if batch:
@@ -73,7 +74,7 @@ class Async:
                 gone += len(batch)
                 updating = True
                 # What the gate takes the tokens of is started when it has lost them.
-                leaving = {view.group_of(i) for i in gate.in_the_way}
+                leaving = frozenset(map(view.group_of, gate.in_the_way))
         if updating and view.max_staleness == 0:
             return decisions  # what began before the update has ended could not be trained on
         waiting = len(view.waiting)

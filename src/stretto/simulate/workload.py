@@ -20,11 +20,12 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from stretto.columns import unknown_ids
-from stretto.engine.responses import uniform
+from stretto.engine.responses import uniform, uniforms
 from stretto.errors import StrettoError
-from stretto.records import FloatArray, IntArray, Prompt, Request, Rollout
+from stretto.records import FloatArray, IntArray, Prompt, Rollout
 
 NORMAL = NormalDist()
 OUTPUT_COLUMNS = ("output_length", "output_tokens", "GeneratedTokens", "response_length", "length")
@@ -172,20 +173,34 @@ class Drawn:
         self.visits += visits
         return [(self.prompts[row], visit) for row, visit in zip(rows.tolist(), visits, strict=True)]
 
-    def length(self, request: Request) -> int:
+    def foresee(
+        self, groups: Sequence[int], keys: npt.NDArray[np.uint64]
+    ) -> tuple[list[int], list[float]]:
+        """`length` and `reward` of each response; many at once cost a fourth."""
+        scores, rest, table, inverse = self.scores, self._rest, self.quantiles.table, NORMAL.inv_cdf
+        z = [scores[g] + rest * inverse(u) for g, u in zip(groups, uniforms(keys, 0), strict=True)]
+        lengths = [table[int(0.5 * (1.0 + erf(score / SQRT2)) * (CELLS - 1e-9))] for score in z]
+        if self.stuck:
+            ends = [u >= self.stuck for u in uniforms(keys, 1)]
+            lengths = [length if end else _STUCK for length, end in zip(lengths, ends, strict=True)]
+        easy, rows = self.easy, self.rows
+        rewards = [float(u < easy[g % rows]) for g, u in zip(groups, uniforms(keys, 2), strict=True)]
+        return lengths, rewards
+
+    def length(self, group: int, key: int) -> int:
         """The whole response's."""
-        if self.stuck and uniform(request.key, 1) < self.stuck:
+        if self.stuck and uniform(key, 1) < self.stuck:
             return _STUCK
-        z = self.scores[request.group] + self._rest * NORMAL.inv_cdf(uniform(request.key, 0))
+        z = self.scores[group] + self._rest * NORMAL.inv_cdf(uniform(key, 0))
         return self.quantiles(z)
 
     def visit(self, group: int) -> int:
         """Which visit of its row a group is."""
         return self.visits[group]
 
-    def drafts(self, request: Request) -> tuple[float, float] | None:
+    def drafts(self, key: int) -> tuple[float, float] | None:
         """Not known: the scenario says how many tokens a step gives."""
-        del request
+        del key
         return None
 
     def earlier(self, samples: int, visit: int) -> Iterator[Rollout]:
@@ -248,23 +263,30 @@ class Recorded:
             self.taken.append((prompt, visit + most * (i // size)))
         return self.taken[first:]
 
-    def length(self, request: Request) -> int:
+    def foresee(
+        self, groups: Sequence[int], keys: npt.NDArray[np.uint64]
+    ) -> tuple[list[int], list[float]]:
+        """`length` and `reward` of each response."""
+        each = list(zip(groups, keys.tolist(), strict=True))
+        return [self.length(*one) for one in each], [self.reward(*one) for one in each]
+
+    def length(self, group: int, key: int) -> int:
         """The whole response's."""
-        known = self.by_key.get(request.key)
+        known = self.by_key.get(key)
         if known is not None:
             return known
-        had = self.unfinished.get(request.key, 0)
-        lengths = [n for n in self.by_row.get(self.taken[request.group][0].row, []) if n > had]
+        had = self.unfinished.get(key, 0)
+        lengths = [n for n in self.by_row.get(self.taken[group][0].row, []) if n > had]
         # With nothing to go by, as long again.
-        return lengths[int(uniform(request.key, 0) * len(lengths))] if lengths else max(1, 2 * had)
+        return lengths[int(uniform(key, 0) * len(lengths))] if lengths else max(1, 2 * had)
 
     def visit(self, group: int) -> int:
         """Which visit of its row a group is."""
         return self.taken[group][1]
 
-    def drafts(self, request: Request) -> tuple[float, float] | None:
+    def drafts(self, key: int) -> tuple[float, float] | None:
         """Tokens and nodes per step that the response had; None for one that the run did not make."""
-        return self.drafted.get(request.key)
+        return self.drafted.get(key)
 
     def earlier(self, samples: int, visit: int) -> Iterator[Rollout]:
         """Every prompt's responses at a visit before the first, as long as recorded ones."""

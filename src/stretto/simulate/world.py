@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import exp
 
 import numpy as np
@@ -96,6 +96,8 @@ class SimulatedWorld:
             **ledger_options(config),
         )
         self.lengths = LengthHistory()
+        self._lengths: list[int] = []  # of what was admitted, by request
+        self._rewards: list[float] = []
         self.engines = [self._engine(worker, agreement, spans) for worker in range(cluster.workers)]
         self.fleet = SimulatedFleet(
             self.runtime,
@@ -128,7 +130,7 @@ class SimulatedWorld:
         drafting = self.drafting
         return SimulatedEngine(
             self.runtime,
-            self._redrawn_length if self.redraw else self.workload.length,
+            self._redrawn_length if self.redraw else self._length,
             worker=worker,
             slots=self.cluster.slots,
             cost=self.costs.step,
@@ -145,11 +147,23 @@ class SimulatedWorld:
         """As often as it was dropped, so often has it another key."""
         drops = self.ledger.view.refreshes(request.id)
         key = mixed(request.key, REDRAWN + drops) if drops else request.key
-        return self.workload.length(replace(request, key=key))
+        return self.workload.length(request.group, key)
+
+    def _length(self, request: Request) -> int:
+        if request.id >= len(self._lengths):
+            self._foresee()
+        return self._lengths[request.id]
+
+    def _foresee(self) -> None:
+        """What will come of everything that was admitted since the last call; row i is request i."""
+        columns, rows = self.ledger.columns, slice(len(self._rewards), self.ledger.columns.size)
+        lengths, rewards = self.workload.foresee(columns.group[rows].tolist(), columns.key[rows])
+        self._lengths += lengths
+        self._rewards += rewards
 
     def _speed(self, request: Request) -> float:
         assert self.drafting is not None
-        recorded = self.workload.drafts(request)
+        recorded = self.workload.drafts(request.key)
         if recorded is not None:
             return recorded[0]
         speeds = self.drafting.tokens_per_step
@@ -157,7 +171,7 @@ class SimulatedWorld:
 
     def _nodes(self, request: Request) -> float:
         assert self.drafting is not None
-        recorded = self.workload.drafts(request)
+        recorded = self.workload.drafts(request.key)
         return self.drafting.nodes if recorded is None else recorded[1]
 
     def run(self, steps: int) -> SimulatedWorld:
@@ -170,7 +184,12 @@ class SimulatedWorld:
     def _score(self, request: Request) -> float:
         """Of a response that has just ended: what takes no time comes in the same turn of the controller's loop."""
         self.ended += 1
-        return self.workload.reward(request.group, request.key)
+        return self._reward(request.id)
+
+    def _reward(self, request_id: int) -> float:
+        if request_id >= len(self._rewards):
+            self._foresee()
+        return self._rewards[request_id]
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Rewards that take their time."""
@@ -180,7 +199,7 @@ class SimulatedWorld:
         scored: list[Event] = []
         self.ended += len(rollouts)
         for rollout in rollouts:
-            reward = self.workload.reward(rollout.group_id, rollout.key)
+            reward = self._reward(rollout.request_id)
             event = Scored(rollout.request_id, rollout.attempt, reward)
             if sigma:
                 z = NORMAL.inv_cdf(uniform(rollout.key, 4))
