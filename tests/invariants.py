@@ -45,7 +45,9 @@ def check(ledger: Ledger) -> None:
     for request_id, tokens in ledger.tokens.items():
         length = int(c.length[request_id - first])
         assert length == len(tokens.ids) == len(tokens.logprobs) == len(tokens.raw_logprobs)
-        assert length == sum(count for _, _, count in tokens.runs)
+        starts = [start for _, _, start in tokens.runs]
+        assert starts == sorted(starts)
+        assert starts[:1] == [0] if length else not starts
     assert (c.length[: c.size] <= ledger.sampling.max_new_tokens).all()
     assert (c.accepted[: c.size] <= np.minimum(c.drafted, c.length)[: c.size]).all()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.columns import NO_IDS, STATES
+from stretto.columns import NO_IDS, STATES, StepTokens
 from stretto.gate import Gate
 from stretto.records import (
     Admitted,
@@ -163,27 +163,28 @@ class Ledger(BoundedRequests):
         c = self.columns
         rows = event.ids - self.first_id
         known = (c.state[rows] == RUNNING) & (c.attempt[rows] == event.attempts)
+        chosen: Any = slice(None)
         if not known.all():
             self.counters["stale_events"] += int((~known).sum())
-        rows, counts = rows[known], event.counts[known]
+            chosen = known
+        rows, counts = rows[chosen], event.counts[chosen]
         self.generated_tokens += int(counts.sum())
         c.length[rows] += counts
         if event.drafted is not None and event.accepted is not None:
-            c.drafted[rows] += event.drafted[known]
-            c.accepted[rows] += event.accepted[known]
+            c.drafted[rows] += event.drafted[chosen]
+            c.accepted[rows] += event.accepted[chosen]
         before = c.first_version[rows]
-        c.first_version[rows] = np.where(before < 0, event.version, np.minimum(before, event.version))
+        older = (before < 0) | (before > event.version)
+        if older.any():
+            c.first_version[rows[older]] = event.version
         if event.token_ids is None or event.logprobs is None or event.raw_logprobs is None:
             return
-        ids, logprobs = event.token_ids.tolist(), event.logprobs.tolist()
-        raw = event.raw_logprobs.tolist()
-        ends = np.cumsum(event.counts)
-        columns = zip(event.ids.tolist(), (ends - event.counts).tolist(), ends.tolist(), known, strict=True)
-        for request_id, start, stop, keep in columns:
+        step = StepTokens(event.token_ids, event.logprobs, event.raw_logprobs, event.version, event.top)
+        start, ends = 0, np.cumsum(event.counts).tolist()
+        for request_id, stop, keep in zip(event.ids.tolist(), ends, known.tolist(), strict=True):
             if keep:
-                part = slice(start, stop)
-                top = event.top[part] if event.top is not None else None
-                self._tokens(request_id).extend(ids[part], logprobs[part], raw[part], event.version, top)
+                self._tokens(request_id).extend(step, start, stop)
+            start = stop
 
     def _leapt(self, event: Leapt) -> None:
         if self._is_at(event.id, RUNNING, event.attempt):

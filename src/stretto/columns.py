@@ -281,6 +281,22 @@ class Columns:
             getattr(self, name)[row] = value
 
 
+class StepTokens:
+    """The tokens of an engine's step in the form in which they are dealt out fastest: lists, and bytes of alternatives."""
+
+    __slots__ = ("ids", "logprobs", "raw_logprobs", "top", "top_ids", "top_logprobs", "version", "width")
+
+    def __init__(
+        self, ids: IntArray, logprobs: FloatArray, raw: FloatArray, version: int, top: Alternatives | None
+    ) -> None:
+        self.ids, self.logprobs, self.raw_logprobs = ids.tolist(), logprobs.tolist(), raw.tolist()
+        self.version, self.top, self.width = version, top, 0
+        if top is not None:
+            self.width = top.width
+            self.top_ids = memoryview(np.asarray(top.token_ids, np.int32).tobytes())
+            self.top_logprobs = memoryview(np.asarray(top.logprobs, np.float32).tobytes())
+
+
 class Tokens:
     """The tokens of one response with their log-probs; versions and loss mask as runs.
 
@@ -293,7 +309,7 @@ class Tokens:
         self.ids = array("q")
         self.logprobs = array("d")
         self.raw_logprobs = array("d")
-        self.runs: list[tuple[int, bool, int]] = []  # (version, trained, number of tokens)
+        self.runs: list[tuple[int, bool, int]] = []  # (version, trained, first token), to where the next begins
         self.width = 0  # alternatives of each token, which follow one another in
         self.top_ids = array("i")
         self.top_logprobs = array("f")
@@ -305,44 +321,47 @@ class Tokens:
         tokens.ids.extend(rollout.token_ids.tolist())
         tokens.logprobs.extend(rollout.logprobs.tolist())
         tokens.raw_logprobs.extend(rollout.raw_logprobs.tolist())
-        for version, trained in zip(rollout.versions.tolist(), rollout.loss_mask.tolist(), strict=True):
-            tokens._add_run(version, trained, 1)
+        runs = zip(rollout.versions.tolist(), rollout.loss_mask.tolist(), strict=True)
+        for place, (version, trained) in enumerate(runs):
+            tokens._begin_run(version, trained, place)
         if rollout.top is not None:
             tokens.width = rollout.top.width
             tokens._add_top(rollout.top)
         return tokens
 
-    def extend(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        raw_logprobs: Sequence[float],
-        version: int,
-        top: Alternatives | None = None,
-    ) -> None:
-        """Append sampled tokens, and the alternatives `top` to them."""
-        if top is not None or self.width:
-            self._add_top(top if top is not None else Alternatives.none(len(ids)))
-        self.ids.extend(ids)
-        self.logprobs.extend(logprobs)
-        self.raw_logprobs.extend(raw_logprobs)
-        self._add_run(version, True, len(ids))
+    def extend(self, step: StepTokens, start: int, stop: int) -> None:
+        """Append the sampled tokens at these places of a step, and the alternatives to them."""
+        if step.width and step.width == self.width:
+            part = slice(4 * step.width * start, 4 * step.width * stop)
+            self.top_ids.frombytes(step.top_ids[part])
+            self.top_logprobs.frombytes(step.top_logprobs[part])
+        elif step.width or self.width:
+            self._add_top(step.top[start:stop] if step.top is not None else Alternatives.none(stop - start))
+        runs, version = self.runs, step.version
+        if not runs or runs[-1][0] != version or not runs[-1][1]:
+            runs.append((version, True, len(self.ids)))
+        if stop - start == 1:  # `extend` takes many times as long
+            self.ids.append(step.ids[start])
+            self.logprobs.append(step.logprobs[start])
+            self.raw_logprobs.append(step.raw_logprobs[start])
+        else:
+            self.ids.extend(step.ids[start:stop])
+            self.logprobs.extend(step.logprobs[start:stop])
+            self.raw_logprobs.extend(step.raw_logprobs[start:stop])
 
     def observe(self, ids: Sequence[int]) -> None:
         """Append the environment's tokens: loss mask 0, log-probs 0, the version of the turn before them."""
         zeros = [0.0] * len(ids)
         self._add_top(Alternatives.none(len(ids)))
+        self._begin_run(self.runs[-1][0] if self.runs else -1, False, len(self.ids))
         self.ids.extend(ids)
         self.logprobs.extend(zeros)
         self.raw_logprobs.extend(zeros)
-        self._add_run(self.runs[-1][0] if self.runs else -1, False, len(ids))
 
-    def _add_run(self, version: int, trained: bool, count: int) -> None:
-        runs = self.runs
-        if runs and runs[-1][0] == version and runs[-1][1] == trained:
-            runs[-1] = (version, trained, runs[-1][2] + count)
-        else:
-            runs.append((version, trained, count))
+    def _begin_run(self, version: int, trained: bool, place: int) -> None:
+        """The tokens from this place on are of this kind, as those before perhaps are."""
+        if not self.runs or self.runs[-1][:2] != (version, trained):
+            self.runs.append((version, trained, place))
 
     def _add_top(self, top: Alternatives) -> None:
         """Append alternatives; call it before the tokens are."""
@@ -372,7 +391,7 @@ class Tokens:
 
     def arrays(self) -> tuple[IntArray, FloatArray, FloatArray, IntArray, BoolArray]:
         """Token ids, log-probs, raw log-probs, versions, loss mask; each (N,)."""
-        counts = [count for _, _, count in self.runs]
+        counts = np.diff([*(first for _, _, first in self.runs), len(self.ids)])
         versions = np.repeat(np.array([v for v, _, _ in self.runs], np.int64), counts)
         mask = np.repeat(np.array([t for _, t, _ in self.runs], np.bool_), counts)
         return self.token_ids(), np.array(self.logprobs), np.array(self.raw_logprobs), versions, mask
