@@ -282,7 +282,7 @@ class Columns:
 
 
 class StepTokens:
-    """The tokens of an engine's step in the form in which they are dealt out fastest: lists, and bytes of alternatives."""
+    """The tokens of an engine's step in the form in which they are dealt out fastest: lists, and bytes."""
 
     __slots__ = ("ids", "logprobs", "raw_logprobs", "top", "top_ids", "top_logprobs", "version", "width")
 
@@ -309,7 +309,9 @@ class Tokens:
         self.ids = array("q")
         self.logprobs = array("d")
         self.raw_logprobs = array("d")
-        self.runs: list[tuple[int, bool, int]] = []  # (version, trained, first token), to where the next begins
+        self.runs: list[
+            tuple[int, bool, int]
+        ] = []  # (version, trained, first token), to where the next begins
         self.width = 0  # alternatives of each token, which follow one another in
         self.top_ids = array("i")
         self.top_logprobs = array("f")

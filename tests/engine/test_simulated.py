@@ -16,6 +16,7 @@ from stretto.records import (
     Leapt,
     Loaded,
     Running,
+    Scored,
     WorkerDown,
     WorkerUp,
 )
@@ -80,6 +81,18 @@ def test_every_token_is_reported_once_and_before_the_end() -> None:
     log.run()
     assert log.tokens() == {0: 5, 1: 9, 2: 3, 3: 12}
     assert {n: why for n, (_, why) in log.ends().items()} == dict.fromkeys(range(4), "stop")
+
+
+def test_a_reward_that_takes_no_time_comes_with_the_end_and_a_chunk_has_none() -> None:
+    log = build(lengths(5, 25), score=lambda r: 0.5 + r.id)
+    log.engine.submit([request(0), request(1, max_new=10)])
+    when = log.run().ends()[0][0]
+    assert [event for at, event in log.events if at == when] == [
+        Leapt(0, 0, 1, 5, 0),
+        Finished(0, 0, 1, FinishReason.STOP),
+        Scored(0, 1, 0.5),
+    ]
+    assert sum(isinstance(event, Scored) for _, event in log.events) == 1
 
 
 def test_tokens_are_told_when_a_report_is_wanted() -> None:

@@ -10,10 +10,8 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.history.log import write_rollouts
-from stretto.records import FinishReason, Prompt, Request, Rollout, SamplingParams, State
+from stretto.records import FinishReason, Prompt, Rollout, State
 from stretto.simulate.workload import Drawn, Quantiles, Recorded, read_trace
-
-
 
 
 class TestDistribution:
@@ -70,6 +68,17 @@ class TestDrawn:
         workload.next(3)
         assert workload.length(1, 77) == workload.length(1, 77)
         assert len({workload.length(1, key) for key in range(20)}) > 10
+
+    def test_many_at_once_are_as_one_by_one(self) -> None:
+        workload = drawn(stuck=0.1)
+        workload.next(500)
+        groups = [i // 4 for i in range(2000)]
+        keys = np.random.default_rng(0).integers(0, 1 << 64, 2000, np.uint64)
+        each = list(zip(groups, keys.tolist(), strict=True))
+        assert workload.foresee(groups, keys) == (
+            [workload.length(*one) for one in each],
+            [workload.reward(*one) for one in each],
+        )
 
     def test_visits_are_counted(self) -> None:
         workload = drawn()

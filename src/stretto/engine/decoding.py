@@ -1,8 +1,9 @@
 """The responses in a simulated engine's slots, and how time passes for them.
 
-All of them advance one step at a time together, so what happens next is the smallest of their last steps; an array has
-one for each slot (a heap's entries lie all over the memory: of 256 engines each is cold when its turn comes). A step takes `base + per_token * V + per_context * C` seconds with V tokens computed and C entries of K/V read; C
-grows by the same amount each step, so the time of n steps is a quadratic in n and nothing is done in between.
+All of them advance one step at a time together, so what happens next is the smallest of their last steps, of which an
+array has one for each slot. A step takes `base + per_token * V + per_context * C` seconds with V tokens computed and C
+entries of K/V read; C grows by the same amount each step, so the time of n steps is a quadratic in n and nothing is
+done in between.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Decoding:
         self._groups: dict[int, int] = {}  # group -> members running: its prompt is held once
         self._begun: set[int] = set()  # groups whose prompt the next step computes, by their first member
         self._ends = np.full(self.slots, NEVER, np.int64)  # slot -> last step, then order of entering
-        self._end = memoryview(self._ends)  # the same, for one value at a time
+        self._end: memoryview[int] = memoryview(self._ends)  # type: ignore[arg-type]  # the same, for one value at a time
         self._in_slot: list[Response | None] = [None] * self.slots
         self._free = list(range(self.slots - 1, -1, -1))
         self._step = self._target = self._entries = 0

@@ -34,8 +34,8 @@ class SimulatedEngine(Decoding):
         nodes: draft tokens that a response has verified per step; None: 0.
         agreement: chance that a token of a dropped response is sampled again when it restarts with its old tokens as
             draft: the prefix kept is geometric, a function of key and version. 0: they are no draft, and not verified.
-        score: the reward of a response where that is known at once: its `Scored` comes with its `Finished`. None: rewards
-            are somebody else's.
+        score: the reward of a response, where rewards take no time: its `Scored` comes with its `Finished`. None: they
+            are somebody else's affair.
         spans: where to note who was in which slot, if wanted.
 
     Tokens are reported when something happens to their response or to the weights, or by `report`, while an engine with
@@ -58,7 +58,9 @@ class SimulatedEngine(Decoding):
         score: Callable[[Request], float] | None = None,
         spans: list[Span] | None = None,
     ) -> None:
-        super().__init__(length, worker, slots, cost or StepCost(), kv_tokens, speed, nodes, agreement, score, spans)
+        super().__init__(
+            length, worker, slots, cost or StepCost(), kv_tokens, speed, nodes, agreement, score, spans
+        )
         self.runtime = runtime
         self.load_seconds = load_seconds
         self.alive = True

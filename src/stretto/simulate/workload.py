@@ -173,9 +173,7 @@ class Drawn:
         self.visits += visits
         return [(self.prompts[row], visit) for row, visit in zip(rows.tolist(), visits, strict=True)]
 
-    def foresee(
-        self, groups: Sequence[int], keys: npt.NDArray[np.uint64]
-    ) -> tuple[list[int], list[float]]:
+    def foresee(self, groups: Sequence[int], keys: npt.NDArray[np.uint64]) -> tuple[list[int], list[float]]:
         """`length` and `reward` of each response; many at once cost a fourth."""
         scores, rest, table, inverse = self.scores, self._rest, self.quantiles.table, NORMAL.inv_cdf
         z = [scores[g] + rest * inverse(u) for g, u in zip(groups, uniforms(keys, 0), strict=True)]
@@ -263,9 +261,7 @@ class Recorded:
             self.taken.append((prompt, visit + most * (i // size)))
         return self.taken[first:]
 
-    def foresee(
-        self, groups: Sequence[int], keys: npt.NDArray[np.uint64]
-    ) -> tuple[list[int], list[float]]:
+    def foresee(self, groups: Sequence[int], keys: npt.NDArray[np.uint64]) -> tuple[list[int], list[float]]:
         """`length` and `reward` of each response."""
         each = list(zip(groups, keys.tolist(), strict=True))
         return [self.length(*one) for one in each], [self.reward(*one) for one in each]
