@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -219,7 +220,7 @@ class Requests:
         known = {i: rollout or self._records.get(i) for i, rollout in self._to_log.items()}
         unknown = self.rollouts([i for i, rollout in known.items() if rollout is None])
         finished = [rollout for rollout in known.values() if rollout is not None] + unknown
-        finished.sort(key=lambda rollout: rollout.request_id)
+        finished.sort(key=attrgetter("request_id"))
         for rollout in finished:
             if rollout.outcome in ENDED:
                 self._forget(rollout.request_id)
@@ -230,9 +231,9 @@ class Requests:
         self.tokens.pop(request_id, None)
         if self.drafts.pop(request_id, None) is not None:
             self.drafted.discard(request_id)
-        row, c = request_id - self.first_id, self.columns
-        c.reward_parts[row] = None  # the one object of its own that a row holds
-        self.groups.forget(int(c.group[row]))
+        row = request_id - self.first_id
+        self.columns.reward_parts[row] = None  # the one object of its own that a row holds
+        self.groups.forget(self.columns.cells.group[row])
 
     def in_flight(self) -> list[Rollout]:
         """Every request that has not ended, in order of its id; those about to drop their tokens as if they had."""

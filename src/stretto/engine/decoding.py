@@ -249,15 +249,16 @@ class Decoding:
         while end[slot := int(ends.argmin())] < due:
             response = self._in_slot[slot]
             assert response is not None
-            request = response.request
+            request, reason = response.request, response.reason
+            request_id, attempt = request.id, request.attempt
             self._report(response)
-            self._leave(response, response.reason or "stopped")
-            if response.reason:
-                self._events.append(Finished(self.worker, request.id, request.attempt, response.reason))
+            self._leave(response, reason or "stopped")
+            if reason:
+                self._events.append(Finished(self.worker, request_id, attempt, reason))
                 if self.score is not None:
-                    self._events.append(Scored(request.id, request.attempt, self.score(request)))
+                    self._events.append(Scored(request_id, attempt, self.score(request)))
             else:
-                self._events.append(Stopped(self.worker, request.id, request.attempt))
+                self._events.append(Stopped(self.worker, request_id, attempt))
 
     def _preempt(self) -> None:
         """Where the next step's K/V would not fit, the newest responses wait and are recomputed."""
