@@ -23,11 +23,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 
-from stretto.assemble import make_engine, read_inputs, sampling_params, settle_process
+from stretto.assemble import read_inputs, sampling_params, settle_process
 from stretto.config import Config, load_config
 from stretto.draft.budget import Fixed
 from stretto.draft.drafter import HistoryDrafter
 from stretto.engine.embedded import EmbeddedEngine
+from stretto.engines import make_engine
 from stretto.history.index import HistoryIndex
 from stretto.history.log import read_rollouts
 from stretto.model import copy_tensors, load_model

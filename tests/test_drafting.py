@@ -14,7 +14,7 @@ import pytest
 
 from stretto import evaluation
 from stretto.alternatives import Alternatives
-from stretto.assemble import make_engine, read_inputs, step_costs
+from stretto.assemble import read_inputs, step_costs
 from stretto.config import Config, DataConfig, dump_toml, load_config
 from stretto.drafting import (
     ANOTHER_RUN,
@@ -26,6 +26,7 @@ from stretto.drafting import (
     with_step_ms,
 )
 from stretto.engine.embedded import EmbeddedEngine
+from stretto.engines import make_engine
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts, write_rollouts
 from stretto.model import load_model

@@ -23,13 +23,16 @@ from stretto.draft import Drafts, Verified
 from stretto.draft.budget import make_budget
 from stretto.draft.cost import CostModel
 from stretto.draft.drafter import HistoryDrafter
+from stretto.engine import Drafter, Engine
 from stretto.engine.embedded import EmbeddedEngine
+from stretto.engine.vllm import VllmEngine
+from stretto.engines import make_separate_engine, make_vllm_engine
 from stretto.errors import StrettoError
 from stretto.fleet.drafter import FleetDrafter
 from stretto.fleet.process import ProcessFleet
 from stretto.fleet.workers import WorkerFleet
 from stretto.history.index import HistoryIndex
-from stretto.model import load_model, load_model_config, load_tokenizer
+from stretto.model import load_model_config, load_tokenizer
 from stretto.records import Event, IntArray, Prompt, Request, SamplingParams
 from stretto.schedule import make_schedule
 from stretto.tasks.prompts import tokenize_rows
@@ -147,29 +150,6 @@ def sampling_params(
     )
 
 
-def make_engine(
-    config: Config,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    max_model_len: int,
-    clock: Callable[[], float],
-    drafter: HistoryDrafter | None = None,
-    worker: int = 0,
-) -> EmbeddedEngine:
-    """An embedded engine around `model`; `clock` is the runtime's. Only stop strings need the tokenizer."""
-    return EmbeddedEngine(
-        model,
-        tokenizer,
-        worker=worker,
-        max_num_seqs=config.engine.max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        clock=clock,
-        drafter=drafter,
-        alternatives=config.history.alternatives,
-    )
-
-
 def measure_steps(
     config: Config, model: PreTrainedModel, max_model_len: int, clock: Callable[[], float]
 ) -> list[float] | None:
@@ -185,17 +165,7 @@ def measure_steps(
     slots = 1 << (min(64, config.engine.max_num_seqs).bit_length() - 1)
     counts = [2**i for i in range(9) if 2**i <= slots * longest]
 
-    def step(count: int) -> float:
-        requests = min(count, slots)
-        engine = EmbeddedEngine(
-            model,
-            None,
-            worker=0,
-            max_num_seqs=slots,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=count + context,
-            drafter=_Path(count // requests - 1),
-        )
+    def step(engine: Engine, requests: int) -> float:
         how, nothing = SamplingParams(max_new_tokens=warm_up + steps * longest), np.zeros(0, np.int64)
         prompt = np.zeros(context, np.int64)
         engine.submit([Request(i, 0, 0, prompt, nothing, 0, i, how) for i in range(requests)])
@@ -206,9 +176,49 @@ def measure_steps(
             engine.step()
         return (clock() - began) / steps
 
+    def embedded(count: int) -> float:
+        requests = min(count, slots)
+        engine = EmbeddedEngine(
+            model,
+            None,
+            worker=0,
+            max_num_seqs=slots,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=count + context,
+            drafter=_Path(count // requests - 1),
+        )
+        return step(engine, requests)
+
+    if config.engine.kind == "vllm":
+        path = _Path(0)
+        with _vllm_for_measuring(config, max_model_len, path, longest) as engine:
+
+            def in_vllm(count: int) -> float:
+                requests = min(count, slots)
+                path.nodes = count // requests - 1
+                seconds = step(engine, requests)
+                engine.stop(range(requests), [0] * requests)
+                engine.step()
+                return seconds
+
+            return step_costs([[in_vllm(count) for count in counts] for _ in range(3)])
     with _threads(config.fleet.threads):
-        rounds = [[step(count) for count in counts] for _ in range(3)]
-    return step_costs(rounds)
+        return step_costs([[embedded(count) for count in counts] for _ in range(3)])
+
+
+@contextmanager
+def _vllm_for_measuring(
+    config: Config, max_model_len: int, drafter: Drafter, longest: int
+) -> Iterator[VllmEngine]:
+    """A vLLM engine that is closed in the end: a run's own comes later, perhaps in other processes."""
+    draft = config.draft.model_copy(update={"max_nodes": longest})
+    engine = make_vllm_engine(
+        config.model_copy(update={"draft": draft}), None, max_model_len, time.monotonic, drafter
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 def step_costs(rounds: Sequence[Sequence[float]]) -> list[float]:
@@ -285,6 +295,7 @@ def make_drafter(config: Config, clock: Callable[[], float]) -> HistoryDrafter |
         slots=config.engine.max_num_seqs,
         sources=draft.sources,
         max_nodes=draft.max_nodes,
+        branches=config.engine.kind != "vllm",  # which verifies paths
         noise_aware=draft.noise_aware,
         probabilities=history.weight == "probability",
         wait=config.deterministic,
@@ -324,16 +335,12 @@ def with_fleet_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {"fleet.threads": None, **changes} if others else dict(changes)
 
 
-def build_worker(
-    config: Config, max_model_len: int, worker: int
-) -> tuple[EmbeddedEngine, HistoryDrafter | None]:
+def build_worker(config: Config, max_model_len: int, worker: int) -> tuple[Engine, HistoryDrafter | None]:
     """The engine of a fleet's process, called there, with the weights that the run began with, and its drafter."""
     settle_process(config.model_copy(update={"threads": config.fleet.threads}))
-    model = load_model(config.model)
     tokenizer = load_tokenizer(config.model) if config.sampling.stop else None
     drafter = make_drafter(config, time.monotonic)
-    engine = make_engine(config, model, tokenizer, max_model_len, time.monotonic, drafter, worker)
-    return engine, drafter
+    return make_separate_engine(config, tokenizer, max_model_len, time.monotonic, drafter, worker), drafter
 
 
 def make_worker_fleet(

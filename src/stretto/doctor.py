@@ -15,6 +15,8 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
+from stretto.errors import StrettoError
+
 Level = Literal["ok", "warning", "error"]
 
 PACKAGES = ("torch", "transformers", "peft", "numpy", "numba", "pyarrow", "pydantic", "safetensors")
@@ -130,9 +132,20 @@ def _package_data() -> Check:
 
 def _extra(extra: str, modules: Iterable[str]) -> Check:
     absent = [module for module in modules if importlib.util.find_spec(module) is None]
+    if extra == "vllm" and not absent:
+        return _guarded("extra vllm", _vllm)
     if not absent:
         return Check(f"extra {extra}", "ok", "installed")
     return Check(f"extra {extra}", "ok", f"without {', '.join(absent)}", f'pip install "stretto[{extra}]"')
+
+
+def _vllm() -> Check:
+    from stretto.engine.vllm_arguments import require_vllm
+
+    try:
+        return Check("extra vllm", "ok", f"vLLM {require_vllm()}")
+    except StrettoError as error:
+        return Check("extra vllm", "warning", str(error))
 
 
 def _disk(runs: Path) -> Check:

@@ -2,7 +2,8 @@
 
 Keys carry the purpose "eval" and visit 0, so every evaluation of a run draws the same noise: two
 evaluations of the same weights agree token for token, and a difference between two checkpoints is less
-noisy than two fresh draws.
+noisy than two fresh draws. It is the embedded engine's affair, whatever `engine.kind` is: it has the learner's own
+weights.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from stretto.assemble import make_engine, sampling_params
+from stretto.assemble import sampling_params
 from stretto.buffer import Ledger
 from stretto.config import Config
 from stretto.controller import Controller
+from stretto.engines import make_engine
 from stretto.fleet.in_process import InProcessFleet
 from stretto.observe.metrics import evaluation_metrics
 from stretto.records import Prompt, Purpose, Rollout, UpdateBatch, Updated

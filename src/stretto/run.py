@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import PreTrainedModel
-
 from stretto.assemble import (
     Inputs,
     make_drafter,
-    make_engine,
     make_worker_fleet,
     sampling_params,
     with_fleet_threads,
@@ -30,6 +27,8 @@ from stretto.drafting import (
     restore_lengths,
     with_step_ms,
 )
+from stretto.engine import Engine
+from stretto.engines import make_engine, make_separate_engine
 from stretto.evaluation import Evaluation, evaluate
 from stretto.fleet import Drafting, Fleet
 from stretto.fleet.in_process import InProcessFleet
@@ -85,7 +84,8 @@ class Run:
         self.lengths = LengthHistory()
         self.schedule = make_schedule(config.schedule, self.lengths)
         in_process = config.fleet.kind == "in_process"
-        shared = in_process and not self.schedule.overlaps and config.fleet.weights != "copy"
+        embedded = config.engine.kind == "embedded"
+        shared = embedded and in_process and not self.schedule.overlaps and config.fleet.weights != "copy"
         self.learner = self._make_learner("shared" if shared else "copy", stack)
         self.previous = make_previous(config)
         self.ledger = self._make_ledger()
@@ -96,8 +96,7 @@ class Run:
         self.fleet: Fleet
         self.drafter: Drafting | None
         if in_process:
-            engine_model = self.model if shared else load_model(config.model)
-            self.fleet, self.drafter = self._engine_here(engine_model)
+            self.fleet, self.drafter = self._engine_here(shared)
         else:
             self.background = BackgroundLearner(self.learner, runtime.post, runtime.now)
             stack.callback(self.background.close)
@@ -142,10 +141,13 @@ class Run:
             **ledger_options(config.schedule),
         )
 
-    def _engine_here(self, model: PreTrainedModel) -> tuple[Fleet, Drafting | None]:
+    def _engine_here(self, shared: bool) -> tuple[Fleet, Drafting | None]:
         config, runtime, inputs = self.config, self.runtime, self.inputs
         drafter = make_drafter(config, runtime.now)
-        engine = make_engine(config, model, inputs.tokenizer, inputs.max_model_len, runtime.now, drafter)
+        rest = (inputs.tokenizer, inputs.max_model_len, runtime.now, drafter)
+        engine: Engine = (
+            make_engine(config, self.model, *rest) if shared else make_separate_engine(config, *rest)
+        )
         fleet = runtime.local = InProcessFleet([engine], runtime.post)
         runtime.expecting = lambda: self.grader.outstanding > 0
         return fleet, drafter

@@ -28,6 +28,7 @@ from stretto.config import (
     warnings,
 )
 from stretto.drafting import find_earlier
+from stretto.engines import check_engine
 from stretto.errors import StrettoError
 from stretto.evaluation import evaluate as evaluate_model
 from stretto.fleet.ray_cluster import ray_for
@@ -133,6 +134,7 @@ class Trainer:
                 require_source(self.config)
             if not self._resuming:
                 RunFolder.require_free(self.path)  # said before anything is loaded
+            check_engine(self.config)
             stack.enter_context(ray_for(self.config, available_cores()))
             inputs = read_inputs(self.config, self.data)
             spec = reward_spec(self.config.reward, inputs.data, self.reward_functions)

@@ -18,6 +18,7 @@ SET: dict[str, tuple[Any, dict[str, Any]]] = {
     "reuse.refresh": (0.5, {}),
     "reuse.lenience": (1.0, {"reuse.kind": "noise"}),
     "reuse.residual": (True, {}),
+    "engine.vllm": ({"block_size": 16}, {}),
     "draft.nodes": (4, {}),
     "draft.sources": (["history"], {"draft.budget": "none"}),
     "draft.noise_aware": (False, {"draft.budget": "none"}),

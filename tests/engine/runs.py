@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from stretto import sampling
+from stretto.engine import Engine
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.records import Event, Finished, FinishReason, Progress, Purpose, Request, SamplingParams, Stopped
 from stretto.sampling import SamplingColumns, request_key
@@ -101,7 +102,7 @@ def make_engine(
 class Run:
     """Steps an engine and keeps what it reports, as the ledger would."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.attempt: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}

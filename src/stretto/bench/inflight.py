@@ -23,7 +23,6 @@ from stretto.assemble import (
     Inputs,
     drafts,
     make_drafter,
-    make_engine,
     measure_steps,
     read_inputs,
     sampling_params,
@@ -32,6 +31,7 @@ from stretto.bench.pairs import Ratio, require_idle
 from stretto.bench.rollout import status
 from stretto.config import Config, load_config
 from stretto.draft.drafter import HistoryDrafter
+from stretto.engines import make_engine
 from stretto.errors import StrettoError
 from stretto.model import load_model
 from stretto.records import Progress, Prompt, Purpose, Request, Rollout

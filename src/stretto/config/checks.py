@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stretto.config import idle
+from stretto.config import idle, vllm
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -205,6 +205,8 @@ def run(config: Config) -> None:
     schedule, sampling, engine = config.schedule, config.sampling, config.engine
     _check_fleet(config.fleet)
     idle.run(config)
+    if engine.kind == "vllm":
+        vllm.run(config)
     if config.learner.shards > 1 and config.model.lora is not None:
         raise StrettoError(
             f"learner.shards = {config.learner.shards} with model.lora: adapters are trained in one process; use "

@@ -16,6 +16,7 @@ USED_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reuse.refresh": ("reuse.kind", ("noise",)),
     "reuse.lenience": ("reuse.kind", ("prefix",)),
     "reuse.residual": ("reuse.kind", ("prefix",)),
+    "engine.vllm": ("engine.kind", ("vllm",)),
     "draft.nodes": ("draft.budget", ("fixed", "length_class")),
     "draft.sources": ("draft.budget", DRAFTING),
     "draft.noise_aware": ("draft.budget", DRAFTING),

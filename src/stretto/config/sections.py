@@ -117,14 +117,16 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """What turns requests into tokens."""
 
-    kind: Literal["embedded"] = "embedded"
-    """embedded: Stretto's own, in torch."""
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """embedded: Stretto's own, in torch; vllm: vLLM (extra `vllm`), docs/vllm.md."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Slots: responses generated at a time."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Tokens of a prompt and its response; none: what the run can need."""
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     """In one step; longer prompts are prefilled in chunks."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """vllm: more arguments of its engine, by vLLM's own names, such as tensor_parallel_size."""
 
 
 DraftSource = Literal["history", "siblings", "prompt", "dropped"]

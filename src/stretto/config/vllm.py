@@ -1,0 +1,60 @@
+"""What must hold where vLLM generates; no vLLM is needed to know it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.config.sections import Config
+
+OWNED = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "revision": "model.revision",
+    "tokenizer_revision": "model.revision",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_model_len": "engine.max_model_len",
+    "max_num_batched_tokens": "engine.max_num_batched_tokens",
+    "speculative_config": "draft.budget, draft.max_nodes and the like",
+    "data_parallel_size": "fleet.workers",
+    "enable_lora": "model.lora, which is merged into the weights that vLLM gets",
+}
+"""Arguments of vLLM's engine that Stretto sets, and the keys that they are set by."""
+FIXED = (
+    "async_scheduling",
+    "disable_log_stats",
+    "logits_processors",
+    "logprobs_mode",
+    "pipeline_parallel_size",
+    "quantization",
+    "skip_tokenizer_init",
+    "worker_cls",
+    "worker_extension_cls",
+)
+"""Those that cannot be chosen, since sampling, stepping and loading weights depend on them."""
+
+
+def run(config: Config) -> None:
+    """Raises StrettoError for what vLLM cannot do, and for arguments of it that Stretto sets."""
+    for name in config.engine.vllm:
+        if name in OWNED:
+            raise StrettoError(f"engine.vllm.{name}: this is set by {OWNED[name]}")
+        if name in FIXED:
+            raise StrettoError(
+                f"engine.vllm.{name}: this cannot be chosen: how Stretto samples, steps and loads weights depends on it"
+            )
+    if config.model.dtype == "float64":
+        raise StrettoError('model.dtype = "float64" with engine.kind = "vllm": use "float32" or "bfloat16"')
+    if config.fleet.weights == "shared":
+        raise StrettoError(
+            'fleet.weights = "shared" with engine.kind = "vllm": vLLM has weights of its own; use "auto"'
+        )
+    if config.reuse.kind == "prefix":
+        raise StrettoError(
+            'reuse.kind = "prefix" with engine.kind = "vllm": vLLM has no prefix reuse; use "noise" or "none", or '
+            'engine.kind = "embedded"'
+        )

@@ -1,0 +1,148 @@
+"""Which vLLM there is, and what it is built with: `[engine.vllm]` in vLLM's own names, and what Stretto decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from stretto.errors import StrettoError, nearest
+
+OLDEST, TOO_NEW = (0, 32), (0, 33)
+"""Versions of vLLM from the one to before the other: those that are tested."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is stepped here
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one whose sampler Stretto replaces
+}
+QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+CPU_KV_CACHE = 1 << 30  # bytes; vLLM's own default is nearly all memory
+
+
+def require_vllm() -> str:
+    """The version of vLLM that is installed. Imports it: seconds.
+
+    Raises StrettoError if there is none, it cannot be imported, or it is one that Stretto does not know.
+    """
+    os.environ.update(ENVIRONMENT)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise StrettoError(f'engine.kind = "vllm": vLLM cannot be imported: {error}') from error
+        raise StrettoError(
+            "engine.kind = \"vllm\" needs vLLM: pip install 'stretto[vllm]' (where there is no GPU it has a build "
+            'for CPUs: docs/vllm.md), or use engine.kind = "embedded"'
+        ) from error
+    except Exception as error:  # whatever is broken in it
+        raise StrettoError(f'engine.kind = "vllm": vLLM cannot be imported: {error}') from error
+    version = str(vllm.__version__)
+    check_version(version)
+    return version
+
+
+def check_version(version: str) -> None:
+    """Raises StrettoError unless the version is among those that are tested."""
+    digits = version.split("+")[0].split(".")[:2]
+    found = tuple(int(part) for part in digits if part.isdigit())
+    if not OLDEST <= found < TOO_NEW:
+        wanted = f">={_dotted(OLDEST)},<{_dotted(TOO_NEW)}"
+        raise StrettoError(
+            f'engine.kind = "vllm": vLLM {version} is installed, but its model runner is known from {_dotted(OLDEST)} '
+            f'to before {_dotted(TOO_NEW)}: pip install "vllm{wanted}"'
+        )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def check_names(given: Iterable[str]) -> None:
+    """Raises StrettoError for the name of an argument that vLLM's engine has not."""
+    from vllm import EngineArgs
+
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in given:
+        if name not in names:
+            raise StrettoError(
+                f"engine.vllm.{name}: vLLM has no engine argument of this name; {nearest(name, names, most=5)}"
+            )
+
+
+def engine_arguments(given: Mapping[str, Any], owned: Mapping[str, Any]) -> Any:
+    """vLLM's `EngineArgs`: what Stretto decides, and `given`, the user's by vLLM's names.
+
+    Raises StrettoError for a name that vLLM has not.
+    """
+    import torch
+    from vllm import EngineArgs
+
+    check_names(given)
+    arguments = {**given, **owned}
+    if not torch.cuda.is_available():
+        arguments.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE)
+        arguments.setdefault("enforce_eager", True)
+    return EngineArgs(**arguments)
+
+
+def build(arguments: Any) -> Any:
+    """vLLM's `LLMEngine`, stepped in this process. Raises StrettoError for what vLLM says is wrong."""
+    from vllm import LLMEngine
+
+    with _undisturbed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            return LLMEngine.from_engine_args(arguments)
+        except Exception as error:  # of any kind: vLLM checks in many places
+            raise StrettoError(
+                f'engine.kind = "vllm": vLLM does not start with these arguments of engine.vllm: {_said(error)}'
+            ) from error
+
+
+def _said(error: BaseException) -> str:
+    """What a user can act on: pydantic's messages are lists with addresses."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith("For further information")]
+    return "; ".join(kept[:6]) or type(error).__name__
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """vLLM's build for CPUs, while it starts, forbids everybody in the process to set torch's threads, and its look
+    through all modules stumbles over llvmlite, which numba has loaded.
+    """
+    import torch
+
+    set_threads = torch.set_num_threads
+    hidden = {name: sys.modules.pop(name) for name in ("llvmlite.binding.ffi",) if name in sys.modules}
+    state = torch.get_rng_state()  # vLLM seeds all generators
+    try:
+        with one_thread():
+            yield
+    finally:
+        sys.modules.update(hidden)
+        torch.set_num_threads = set_threads
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch's threads but one put away on a CPU: beside the caller's, vLLM's in the same process are five times slower
+    with more.
+    """
+    import torch
+
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    if torch.cuda.is_available() or threads == 1:
+        yield
+        return
+    set_threads(1)
+    try:
+        yield
+    finally:
+        set_threads(threads)
