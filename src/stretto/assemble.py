@@ -26,7 +26,7 @@ from stretto.draft.drafter import HistoryDrafter
 from stretto.engine import Drafter, Engine
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.vllm import VllmEngine
-from stretto.engines import make_separate_engine, make_vllm_engine
+from stretto.engines import make_separate_engine, make_vllm_engine, worker_environment
 from stretto.errors import StrettoError
 from stretto.fleet.drafter import FleetDrafter
 from stretto.fleet.process import ProcessFleet
@@ -369,5 +369,7 @@ def make_worker_fleet(
         cpus = float(config.fleet.threads or 1)
         fleet = RayFleet(build, post, cpus=cpus, gpus=gpus_of(config), **settings)
     else:
-        fleet = ProcessFleet(build, post, scratch=scratch, **settings)
+        fleet = ProcessFleet(
+            build, post, scratch=scratch, environment=partial(worker_environment, config), **settings
+        )
     return fleet, FleetDrafter(fleet) if drafts(config) else None

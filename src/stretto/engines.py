@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stretto.config import Config
@@ -11,7 +13,8 @@ from stretto.engine import Drafter, Engine
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.vllm import VllmEngine
 from stretto.engine.vllm_arguments import check_names, require_vllm
-from stretto.model import load_model, load_model_config, location
+from stretto.errors import StrettoError
+from stretto.model import load_model, load_model_config, location, resolve_device
 
 
 def check_engine(config: Config) -> None:
@@ -21,6 +24,32 @@ def check_engine(config: Config) -> None:
     if config.engine.kind == "vllm":
         require_vllm()
         check_names(config.engine.vllm)
+
+
+def worker_environment(config: Config, place: int) -> dict[str, str]:
+    """What tells the worker process at `place` which GPUs are its own, where vLLM generates on GPUs."""
+    if config.engine.kind != "vllm" or resolve_device(config.model.device).type != "cuda":
+        return {}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    size = int(config.engine.vllm.get("tensor_parallel_size", 1))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu_share(devices, place, config.fleet.workers, size))}
+
+
+def gpu_share(devices: Sequence[str], place: int, workers: int, size: int) -> list[str]:
+    """The `size` of `devices` for the worker at `place`. The first is left to the learner where there are enough; where
+    there are not enough for all workers, they share.
+
+    Raises StrettoError if a single worker needs more than there are.
+    """
+    if size > len(devices):
+        raise StrettoError(
+            f"engine.vllm.tensor_parallel_size = {size}: there are {len(devices)} GPUs; use at most that many"
+        )
+    free = devices[1:] if len(devices) > workers * size else devices
+    shares = len(free) // size
+    begin = place % shares * size
+    return list(free[begin : begin + size])
 
 
 def make_separate_engine(

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 HEADER = 8  # bytes of a frame's length
 TAIL = 4096  # bytes of a process's output that are kept for messages
@@ -42,10 +42,12 @@ class SpawnedProcess:
     it, and killing its process group takes along what it has started.
 
     One thread receives; any thread may send or kill. Standard output and error come through one pipe,
-    which is read while it is received from; `show` gets the lines.
+    which is read while it is received from; `show` gets the lines. `environment` is added to this process's.
     """
 
-    def __init__(self, module: str, show: Callable[[str], None]) -> None:
+    def __init__(
+        self, module: str, show: Callable[[str], None], environment: Mapping[str, str] | None = None
+    ) -> None:
         self._show = show
         self._tail = b""
         self._line = b""
@@ -63,6 +65,7 @@ class SpawnedProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
+                env={**os.environ, **(environment or {})},
                 bufsize=0,
             )
         self._channel = ours

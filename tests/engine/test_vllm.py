@@ -302,8 +302,8 @@ class TestWeights:
 def test_requests_that_cannot_be_run_are_refused(vllm_engine: VllmEngine) -> None:
     request = requests(1)[0]
     for wrong, said in (
-        (replace(request, prompt_ids=np.array([10**6])), "outside"),
-        (replace(request, prompt_ids=np.full(LENGTH, 5)), "no room"),
+        (replace(request, id=1, prompt_ids=np.array([10**6])), "outside"),
+        (replace(request, id=1, prompt_ids=np.full(LENGTH, 5)), "no room"),
     ):
         with pytest.raises(StrettoError, match=said):
             vllm_engine.submit([request, wrong])

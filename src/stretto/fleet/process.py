@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,30 @@ SERVER = "stretto.fleet.serve"
 
 
 class ProcessFleet(WorkerFleet):
-    """`scratch` is a folder for weights, the fleet's own; `more` as `WorkerFleet` has it."""
+    """`scratch` is a folder for weights, the fleet's own; `environment(place)` adds to what a process inherits;
+    `more` as `WorkerFleet` has it.
+    """
 
-    def __init__(self, build: Build, post: Callable[[Event], None], *, scratch: Path, **more: Any) -> None:
-        super().__init__(build, post, SpawnedHosts(scratch), **more)
+    def __init__(
+        self,
+        build: Build,
+        post: Callable[[Event], None],
+        *,
+        scratch: Path,
+        environment: Callable[[int], Mapping[str, str]] = lambda place: {},
+        **more: Any,
+    ) -> None:
+        super().__init__(build, post, SpawnedHosts(scratch, environment), **more)
 
 
 class SpawnedHosts:
     """Each process is this one's child, and ends with it. Weights go through files."""
 
-    def __init__(self, scratch: Path) -> None:
-        self.weights = WeightFiles(scratch)
+    def __init__(self, scratch: Path, environment: Callable[[int], Mapping[str, str]]) -> None:
+        self.weights, self._environment = WeightFiles(scratch), environment
 
     def start(self, place: int, show: Callable[[str], None]) -> Child:
-        return Child(SERVER, show)
+        return Child(SERVER, show, self._environment(place))
 
     def pack(self, command: Command) -> bytes:
         return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)

@@ -1,0 +1,56 @@
+"""What is wrong with a run on vLLM is said before anything is loaded, whether vLLM is there or not."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.config import load_config
+from stretto.config.vllm import FIXED, OWNED
+from stretto.engine.vllm_arguments import check_version
+from stretto.errors import StrettoError
+from stretto.trainer import Trainer
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"engine.vllm.max_num_seqs": 4}, r"engine\.vllm\.max_num_seqs: this is set by engine\.max_num_seqs"),
+        ({"engine.vllm": {"model": "x"}}, r"engine\.vllm\.model: this is set by model\.path"),
+        ({"engine.vllm.logprobs_mode": "raw_logits"}, "cannot be chosen"),
+        ({"model.dtype": "float64"}, 'use "float32"'),
+        ({"fleet.weights": "shared"}, 'use "auto"'),
+        ({"reuse.kind": "prefix"}, r'use "noise" or "none"'),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(StrettoError, match=said):
+        load_config("demo", {"engine.kind": "vllm", **changes})
+
+
+def test_arguments_go_through_by_their_names() -> None:
+    config = load_config("demo", ["--engine.kind", "vllm", "--engine.vllm.tensor_parallel_size", "2"])
+    assert config.engine.vllm == {"tensor_parallel_size": 2}
+    assert not OWNED.keys() & set(FIXED)
+
+
+@pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "unknown"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(StrettoError, match=r'pip install "vllm>=0\.32,<0\.33"'):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.32.0rc1"])
+def test_known_versions(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_it_says_how_to_get_it(tmp_path: Path) -> None:
+    config = load_config("demo", {"engine.kind": "vllm", "runs": str(tmp_path), "name": "none"})
+    with pytest.raises(StrettoError, match=r"pip install 'stretto\[vllm\]'"):
+        Trainer(config).run()
+    assert not list(tmp_path.iterdir())
