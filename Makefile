@@ -21,6 +21,7 @@
 #   make study-simulator   simulated runs beside real ones; goes on where it stopped
 #   make study-simulation  100,000 random worlds with all invariants, an hour or so; goes on where it stopped
 #   make study-vllm     the demo trained with vLLM and without, some 40 minutes; goes on where it stopped (Linux)
+#   make study-trl   TRL's own generation, ours in TRL, and stretto train, some 30 minutes; goes on where it stopped
 #   make clean      remove the environments and what the tools leave
 #
 # PYTHON=python3.12 chooses the interpreter; TORCH_INDEX_URL=https://... the index that torch comes from.
@@ -44,7 +45,7 @@ TESTS_ray := tests/fleet/test_ray*.py tests/learn/test_sharded*.py
 TESTS_trl := tests/integrations/test_trl*.py
 TESTS_vllm := tests/engine/test_vllm*.py tests/integrations/test_vllm*.py
 
-.PHONY: help demo test test-ray test-trl test-vllm check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation study-vllm clean
+.PHONY: help demo test test-ray test-trl test-vllm check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation study-vllm study-trl clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -91,6 +92,9 @@ study-kill study-flips study-reuse study-curriculum study-refresh study-publishe
 
 study-vllm: $(VENV)-vllm/.core
 	HF_HUB_OFFLINE=1 $(VENV)-vllm/bin/python -m studies.vllm $(ARGS)
+
+study-trl: $(VENV)-trl/.core
+	HF_HUB_OFFLINE=1 $(VENV)-trl/bin/python -m studies.trl $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(STACKS:%=$(VENV)-%) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/stretto/__pycache__/kernels-*

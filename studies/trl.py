@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -145,6 +146,7 @@ def run_cell(arm: str, seed: int, updates: int, file: Path) -> None:
     else:
         found = by_trl(who == "rollout", checkpointing, seed, updates, folder)
     file.write_text(json.dumps({"arm": arm, "seed": seed, "updates": updates, **found}) + "\n")
+    shutil.rmtree(folder)
 
 
 def cells(results: Path, arms: Sequence[str], seeds: int, updates: int, busy: bool) -> list[Cell]:

@@ -43,6 +43,7 @@ SECTIONS = ("draft", "engine", "history")
 """Of Stretto's configuration, what is not TRL's to decide."""
 NOT_HERE = {
     "engine.kind": "it generates with the trainer's own model, by the embedded engine",
+    "engine.vllm": "it generates with the trainer's own model, by the embedded engine",
     "history.warm_from": "use history_dir, which is read when a script begins",
 }
 DRAFTING = ("begin", "propose", "observe", "end")  # of what a drafter is asked for
@@ -309,8 +310,9 @@ def _configuration(config: Mapping[str, Any]) -> Config:
                     f"HistoryRollout(config=...): {name} is not for this; it takes keys of {', '.join(SECTIONS)}, and "
                     f"the rest is GRPOConfig's; {nearest(section, SECTIONS)}"
                 )
-            if name in NOT_HERE:
-                raise StrettoError(f"HistoryRollout(config=...): {name}: {NOT_HERE[name]}")
+            for other, why in NOT_HERE.items():
+                if f"{name}.".startswith(f"{other}."):
+                    raise StrettoError(f"HistoryRollout(config=...): {name}: {why}")
     return load_config({"sampling": {"max_new_tokens": 1}}, config)  # the real number is the trainer's
 
 

@@ -96,6 +96,10 @@ def sampling_params(trainer: Any) -> SamplingParams:
             raise StrettoError(
                 f"{where}: {name} = {value!r} is not supported by HistoryRollout; leave it at {NEUTRAL[name][-1]!r}"
             )
+    if asked["max_new_tokens"] is None:
+        raise StrettoError(
+            "GRPOConfig: max_completion_length = None: HistoryRollout needs a number of tokens"
+        )
     if not asked["temperature"] > 0.0:
         raise StrettoError(f"GRPOConfig: temperature = {asked['temperature']!r}: expected a number above 0")
     stop = asked["eos_token_id"]
