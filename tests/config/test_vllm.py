@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.config import load_config
+from stretto.config.checks import warnings
 from stretto.config.vllm import FIXED, OWNED
 from stretto.engine.vllm_arguments import check_version
 from stretto.errors import StrettoError
@@ -35,6 +36,12 @@ def test_arguments_go_through_by_their_names() -> None:
     config = load_config("demo", ["--engine.kind", "vllm", "--engine.vllm.tensor_parallel_size", "2"])
     assert config.engine.vllm == {"tensor_parallel_size": 2}
     assert not OWNED.keys() & set(FIXED)
+
+
+def test_what_is_not_promised_is_said() -> None:
+    said = [text for text in warnings(load_config("demo", {"engine.kind": "vllm"})) if "vllm" in text]
+    assert len(said) == 1
+    assert not warnings(load_config("demo"))
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "unknown"])

@@ -373,7 +373,7 @@ def warnings(config: Config) -> list[str]:
         )
     if config.history.warm_from is not None and config.draft.budget == "none":
         said.append('history.warm_from is not read: draft.budget = "none" drafts nothing')
-    said += _reuse_warnings(config)
+    said += _reuse_warnings(config) + vllm.warnings(config)
     depends = timing(config.schedule, config.fleet.kind != "in_process")
     if config.deterministic and depends:
         dropping = " and schedule.drop_zero_variance" if config.schedule.drop_zero_variance else ""

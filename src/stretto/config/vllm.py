@@ -58,3 +58,13 @@ def run(config: Config) -> None:
             'reuse.kind = "prefix" with engine.kind = "vllm": vLLM has no prefix reuse; use "noise" or "none", or '
             'engine.kind = "embedded"'
         )
+
+
+def warnings(config: Config) -> list[str]:
+    """What is legal with vLLM but may surprise."""
+    if config.engine.kind == "vllm" and config.deterministic:
+        return [
+            'deterministic = true with engine.kind = "vllm": vLLM decides the last bits of what it computes, so '
+            "the run need not be the same bit for bit another time"
+        ]
+    return []
