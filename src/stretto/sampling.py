@@ -130,13 +130,21 @@ def request_keys(
         what = (seed, purpose, prompt_uid, occurrence)
         return [request_key(*what, i, visit, refresh=refresh) for i in range(samples)]
     head = json.dumps([str(purpose), prompt_uid, int(seed), int(occurrence)], separators=(",", ":"))[:-1]
-    return [_hashed(f"{head},{i},{int(visit)},0]") for i in range(samples)]
+    begun, rest = _hash(head), f",{int(visit)},0]"
+    keys = []
+    for i in range(samples):
+        key = begun.copy()
+        key.update(f",{i}{rest}".encode())
+        keys.append(int.from_bytes(key.digest(), "little"))
+    return keys
+
+
+def _hash(encoded: str) -> blake2b:
+    return blake2b(encoded.encode(), digest_size=8, person=b"stretto.key.1")
 
 
 def _hashed(encoded: str) -> int:
-    return int.from_bytes(
-        blake2b(encoded.encode(), digest_size=8, person=b"stretto.key.1").digest(), "little"
-    )
+    return int.from_bytes(_hash(encoded).digest(), "little")
 
 
 @dataclass(slots=True)
