@@ -292,7 +292,7 @@ class Ledger(BoundedRequests):
                 cells.started_at[row] = now
             prompt, tokens = prompts[cells.group[row]], self.tokens.get(request_id)
             draft = drafts.get(request_id, NO_IDS)
-            if request_id in drafts and request_id not in self.drafted:
+            if draft is not NO_IDS and request_id not in self.drafted:
                 self.drafted.add(request_id)
                 self.counters["reverified_tokens"] += draft.size
             requests.append(c.request(row, request_id, prompt, tokens, draft, self.sampling, max_new))

@@ -98,6 +98,7 @@ class Decoding:
         self._begun: set[int] = set()  # groups whose prompt the next step computes, by their first member
         self._ends = np.full(self.slots, NEVER, np.int64)  # slot -> last step, then order of entering
         self._end: memoryview[int] = memoryview(self._ends)  # type: ignore[arg-type]  # the same, for one value at a time
+        self._soonest = 0  # the slot whose last step comes first
         self._in_slot: list[Response | None] = [None] * self.slots
         self._free = list(range(self.slots - 1, -1, -1))
         self._step = self._target = self._entries = 0
@@ -114,7 +115,7 @@ class Decoding:
     def _aim(self) -> float:
         """Plan to go on until a response ends, or memory is full; returns when that will be. Something must run."""
         cost, running = self.cost, len(self._running)
-        steps = max(1, (self._end[self._ends.argmin()] >> ORDER_BITS) - self._step)
+        steps = max(1, (self._end[self._soonest] >> ORDER_BITS) - self._step)
         if self.kv_tokens is not None and running > 1:
             room = int((self.kv_tokens - self._context) / self._rate)
             if room < steps:
@@ -218,7 +219,9 @@ class Decoding:
         left = response.limit - held
         last = entered + 1 + (left if speed == 1.0 else ceil(left / speed - 1e-9))
         self._entries = entries = (self._entries + 1) & ORDERS
-        self._end[slot] = last << ORDER_BITS | entries
+        self._end[slot] = end = last << ORDER_BITS | entries
+        if end < self._end[self._soonest]:
+            self._soonest = slot
         self._in_slot[slot] = response
 
     def _leave(self, response: Response, why: str) -> None:
@@ -226,6 +229,8 @@ class Decoding:
         del self._running[request.id, request.attempt]
         self._free.append(response.slot)
         self._end[response.slot] = NEVER
+        if response.slot == self._soonest:
+            self._soonest = int(self._ends.argmin())
         left = self._groups.pop(request.group) - 1
         if left:
             self._groups[request.group] = left
@@ -245,13 +250,15 @@ class Decoding:
             )
 
     def _release_due(self) -> None:
-        ends, end, due = self._ends, self._end, (self._step + 1) << ORDER_BITS
-        while end[slot := int(ends.argmin())] < due:
-            response = self._in_slot[slot]
+        due = (self._step + 1) << ORDER_BITS
+        while self._end[self._soonest] < due:
+            response = self._in_slot[self._soonest]
             assert response is not None
-            request, reason = response.request, response.reason
+            request, reason, new = response.request, response.reason, response.limit - response.reported
             request_id, attempt = request.id, request.attempt
-            self._report(response)
+            if new > 0:
+                self._reports.append(Leapt(self.worker, request_id, attempt, new, self.version))
+                response.reported = response.limit
             self._leave(response, reason or "stopped")
             if reason:
                 self._events.append(Finished(self.worker, request_id, attempt, reason))
