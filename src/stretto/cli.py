@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stretto.config import Config
     from stretto.run import RunResult
 
-BENCHMARKS = ("engine", "linear", "bookkeeping", "draft", "rollout", "inflight", "simulation", "ray")
+BENCHMARKS = ("engine", "linear", "bookkeeping", "draft", "rollout", "inflight", "simulation", "ray", "vllm")
 CHECKPOINTS = ("initial", "latest", "best")
 
 app = App(
