@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.integrations.vllm_rows import Left, NamedRows, New, Rows, Step
+from stretto.integrations.vllm_rows import Left, New, Rows, Step
 
 LONGEST = 64
 STOP = 3
@@ -162,20 +162,3 @@ def test_what_has_left_is_forgotten_in_time() -> None:
         batch.step([Asked(i, [i])], [[4]])
         batch.step([], [])
     assert len(batch.rows._left) <= 256
-
-
-def test_names_say_which_request_is_where() -> None:
-    """Inside Stretto: two requests that said the same are told apart, and a prompt's length is known."""
-    names = ["a", "b"]
-    rows = NamedRows(2, LONGEST, {STOP}, lambda: names, lambda name: 2)
-    tokens = np.full((2, LONGEST), 1, np.int32)
-    one, totals = np.ones(2, np.int64), np.array([4, 4], np.int32)
-    step = rows.follow(one, totals, tokens)
-    assert [new.prompt for new in step.new] == [2, 2]
-    before = step.slots.tolist()
-    names.reverse()
-    assert rows.follow(one, totals + 1, tokens).slots.tolist() == before[::-1]
-    names.pop()
-    step = rows.follow(one[:1], totals + 2, tokens)
-    assert step.slots.tolist() == [before[1]]
-    assert [left.slot for left in step.left] == [before[0]]

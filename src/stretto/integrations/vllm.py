@@ -16,7 +16,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,12 @@ import numpy as np
 from stretto.draft import MAX_NODES, Drafts, Verified, no_drafts
 from stretto.draft.budget import make_budget
 from stretto.draft.drafter import HistoryDrafter as TreeDrafter
-from stretto.engine import Drafter
 from stretto.history.index import GIBIBYTE, HistoryIndex
 from stretto.integrations.vllm_cost import StepTimes
 from stretto.integrations.vllm_fixes import install
 from stretto.integrations.vllm_folder import HistoryFolder, fingerprint, read_run
 from stretto.integrations.vllm_history import OnlineHistory, Rewards, append_reward
-from stretto.integrations.vllm_rows import NamedRows, New, Rows, Step, TokenArray
+from stretto.integrations.vllm_rows import New, Rows, Step, TokenArray
 from stretto.integrations.vllm_settings import read_settings
 from stretto.records import BoolArray, IntArray, Request, Rollout, SamplingParams, prompt_uid
 from stretto.sampling import kernel
@@ -102,7 +101,7 @@ class HistoryDrafter:
         # Drafts of one rank of a tensor-parallel group are used.
         self._idle = parallel.rank % parallel.tensor_parallel_size != 0
         self.cost = StepTimes()
-        self._drafter: Drafter = TreeDrafter(
+        self._drafter = TreeDrafter(
             HistoryIndex(
                 window=settings.window, weight=settings.weight, max_bytes=int(settings.max_gib * GIBIBYTE)
             ),
@@ -116,7 +115,6 @@ class HistoryDrafter:
             pause=PAUSE,
             clock=time.perf_counter,
         )
-        self._requests: Mapping[str, Request] = {}
         self._rows = Rows(self._slots, self._longest, _stop_ids(vllm_config.model_config))
         self._uids = [""] * self._slots
         self._proposed = (np.zeros(0, np.int64), no_drafts(0))  # slots, and what was drafted for them
@@ -129,22 +127,6 @@ class HistoryDrafter:
             rewards = Rewards(Path(settings.rewards)) if settings.rewards is not None else None
             self._history = OnlineHistory(self._remember, rewards, first)
             atexit.register(_close, weakref.ref(self))
-
-    def attach(
-        self, drafter: Drafter, names: Callable[[], Sequence[str]], requests: Mapping[str, Request]
-    ) -> None:
-        """Draft by `drafter`, which knows more, for requests that are known by name: Stretto's own engine calls this.
-
-        `names()` are the ids of the requests in vLLM's rows now, `requests` what each is; they must be there before
-        their first step. History is the caller's then: nothing is learnt, read or kept here. `drafter` must draw
-        paths (`branches=False`) of at most `num_speculative_tokens`; `self.cost` is a price for its budget.
-        """
-        self.close()
-        self._drafter, self._requests, self._history = drafter, requests, None
-        stops = _stop_ids(self._config.model_config)
-        self._rows = NamedRows(
-            self._slots, self._longest, stops, names, lambda name: requests[name].prompt_ids.size
-        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: vLLM calls it with its model."""
@@ -195,7 +177,7 @@ class HistoryDrafter:
 
     def metrics(self) -> dict[str, float]:
         """The drafter's figures since the last call, under `spec/`; vLLM counts drafts and acceptance by itself."""
-        return self._drafter.counts().figures() if isinstance(self._drafter, TreeDrafter) else {}
+        return self._drafter.metrics()
 
     # ---- inside ---------------------------------------------------------------------------------------
 
@@ -206,23 +188,18 @@ class HistoryDrafter:
         known = fingerprint(self._config.model_config)
         if warm_from is not None:
             for rollouts in read_run(Path(warm_from), known, window):
-                self._tree.remember(rollouts)
+                self._drafter.remember(rollouts)
         if history is None:
             return 0
         self._folder = HistoryFolder(Path(history), known, self._config.parallel_config.data_parallel_rank)
         newest = 0
         for rollouts in self._folder.read(window):
-            self._tree.remember(rollouts)
+            self._drafter.remember(rollouts)
             newest = max(newest, *(rollout.visit for rollout in rollouts))
         return newest
 
-    @property
-    def _tree(self) -> TreeDrafter:
-        assert isinstance(self._drafter, TreeDrafter)
-        return self._drafter
-
     def _remember(self, rollouts: list[Rollout]) -> None:
-        self._tree.remember(rollouts)
+        self._drafter.remember(rollouts)
         if self._folder is not None:
             self._folder.append(rollouts)
 
@@ -248,11 +225,8 @@ class HistoryDrafter:
     def _begin(self, new: New) -> None:
         text = self._rows.texts[new.slot, : self._rows.length[new.slot]].astype(np.int64)
         prompt, response = text[: new.prompt], text[new.prompt :]
-        if isinstance(self._rows, NamedRows):
-            self._drafter.begin(new.slot, _with_tokens(self._requests[self._rows.name[new.slot]], response))
-            return
         uid = self._uids[new.slot] = prompt_uid(prompt)
-        if self._history is not None:
+        if self._history is not None:  # not closed
             if new.back is not None:
                 self._history.back(uid, new.back.serial)
             self._history.began(uid)
@@ -280,20 +254,6 @@ class HistoryDrafter:
             ):
                 found[row] = tokens[end - count : end]
         return found
-
-
-def _with_tokens(request: Request, token_ids: IntArray) -> Request:
-    return Request(
-        request.id,
-        request.attempt,
-        request.group,
-        request.prompt_ids,
-        token_ids,
-        request.turn_start,
-        request.key,
-        request.sampling,
-        request.draft_ids,
-    )
 
 
 def _stop_ids(model_config: Any) -> set[int]:

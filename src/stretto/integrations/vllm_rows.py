@@ -12,7 +12,7 @@ prompt.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -219,38 +219,3 @@ class Rows:
             del self._left[best.serial]
             self._left_tokens -= best.tokens.size
         return best
-
-
-class NamedRows(Rows):
-    """Rows whose requests' names are known, as inside Stretto: nothing has to be recognised."""
-
-    def __init__(
-        self,
-        slots: int,
-        longest: int,
-        stops: Collection[int],
-        names: Callable[[], Sequence[str]],
-        prompts: Callable[[str], int],
-    ) -> None:
-        """`names()`: of the requests in the rows now; `prompts(name)`: tokens of a request's prompt."""
-        super().__init__(slots, longest, stops)
-        self._names, self._prompts = names, prompts
-        self._slots: dict[str, int] = {}  # by name
-        self.name: list[str] = [""] * slots  # by slot
-
-    def _locate(self, counts: IntArray, totals: IntArray, tokens: TokenArray) -> tuple[IntArray, bool]:
-        names = self._names()[: counts.size]
-        slots = np.array([self._slots.get(name, -1) for name in names], np.int64)
-        slots[counts == 0] = -1
-        return slots, bool((slots >= 0).all()) and np.array_equal(slots, self._rows)
-
-    def _leave(self, slot: int) -> Left:
-        del self._slots[self.name[slot]]
-        return super()._leave(slot)
-
-    def _begin(self, row: int, count: int, text: TokenArray) -> New:
-        name = self._names()[row]
-        new = super()._begin(row, count, text)
-        self._slots[name], self.name[new.slot] = new.slot, name
-        self.prompt[new.slot] = self._prompts(name)
-        return New(row, new.slot, int(self.prompt[new.slot]), None)
