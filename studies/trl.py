@@ -113,7 +113,10 @@ def by_trl(rollout: bool, checkpointing: bool, seed: int, updates: int, folder: 
 
 def by_stretto(checkpointing: bool, seed: int, updates: int, folder: Path) -> Cell:
     """Train with `stretto train`, with TRL's defaults where they are others than its own."""
+    import torch
+
     words = {
+        "threads": torch.get_num_threads(),
         "data.args": f"{{size = {PUZZLES}}}",
         "sampling.max_new_tokens": TOKENS,
         "schedule.prompts": PROMPTS,
@@ -174,7 +177,10 @@ def cells(results: Path, arms: Sequence[str], seeds: int, updates: int, busy: bo
 
 
 def by_visit(found: Sequence[Cell], plain: str, drafted: str) -> str:
-    """Seconds of generation with TRL's own and with ours, update by update of the same number and seed."""
+    """Seconds of generation with TRL's own and with ours, update by update of the same number and seed.
+
+    The first of ours includes what the engine's steps are measured in, once a run.
+    """
     text = (
         "| visit | TRL's own, s | ours, s | ratio | of which engine, s | drafting, s | index (beside), s "
         "| tokens per step | right drafts |\n" + "| --- |" + " ---: |" * 8 + "\n"
@@ -182,13 +188,14 @@ def by_visit(found: Sequence[Cell], plain: str, drafted: str) -> str:
     pairs = [
         (a, b) for a in found for b in found if (a["arm"], b["arm"], a["seed"]) == (plain, drafted, b["seed"])
     ]
-    for visit in range(len(pairs[0][0]["generation"]) // PER_VISIT):
-        steps = slice(visit * PER_VISIT, (visit + 1) * PER_VISIT)
+    visits = len(pairs[0][0]["generation"]) // PER_VISIT
+    for name, first, last in [*((str(v + 1), v, v + 1) for v in range(visits)), ("2 and later", 1, visits)]:
+        steps = slice(first * PER_VISIT, last * PER_VISIT)
         theirs = np.array([a["generation"][steps] for a, _ in pairs])
         ours = np.array([b["generation"][steps] for _, b in pairs])
         means = {name: np.mean([b[name][steps] for _, b in pairs], dtype=float) for name in LOGGED}
         text += (
-            f"| {visit + 1} | {theirs.mean():.2f} | {ours.mean():.2f} | {Ratio.of((theirs / ours).ravel().tolist())} "
+            f"| {name} | {theirs.mean():.2f} | {ours.mean():.2f} | {Ratio.of((theirs / ours).ravel().tolist())} "
             f"| {means['engine_seconds']:.2f} | {means['drafting_seconds']:.3f} | {means['index_seconds']:.3f} "
             f"| {means['tokens_per_step']:.1f} | {means['acceptance']:.0%} |\n"
         )
