@@ -216,8 +216,9 @@ class TorchKeyValues:
         packing = self._packing
         q = query[0].transpose(0, 1)
         keys, values = self.keys[layer], self.values[layer]
-        keys[self._write] = key[0].transpose(0, 1)
-        values[self._write] = value[0].transpose(0, 1)
+        # Where autocast chose another precision than the weights', what is kept stays in theirs.
+        keys[self._write] = key[0].transpose(0, 1).to(keys.dtype)
+        values[self._write] = value[0].transpose(0, 1).to(values.dtype)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if packing.single.size:
             out[self._single] = F.scaled_dot_product_attention(
@@ -227,7 +228,7 @@ class TorchKeyValues:
                 self._visible[:, None, None],
                 scale=scale,
                 enable_gqa=True,
-            )[:, :, 0]
+            )[:, :, 0].to(out.dtype)
         for (begin, end), read in zip(packing.spans, self._span_reads, strict=True):
             k, v = keys[read].transpose(0, 1), values[read].transpose(0, 1)
             out[begin:end] = causal_attention(q[begin:end], k, v, scale)
