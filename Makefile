@@ -13,6 +13,8 @@
 #   make bench-inflight   the same for a second visit, by responses in flight
 #   make bench-draft    drafting replayed on recorded rollouts
 #   make study-kill     kill runs everywhere and compare, some 40 minutes; goes on where it stopped
+#   make bench-ray      Ray workers against other fleets, and idle slots by schedule
+#   make study-ray-kill   kill workers of a Ray fleet 50 times; goes on where it stopped
 #   make study-flips    count float32 flips over a million tokens, some 15 minutes; goes on where it stopped
 #   make study-reuse    what the reuse modes do to training, some 40 minutes; goes on where it stopped
 #   make study-curriculum   sorted against synchronous in training, some 40 minutes; goes on where it stopped
@@ -45,7 +47,7 @@ TESTS_ray := tests/fleet/test_ray*.py tests/learn/test_sharded*.py
 TESTS_trl := tests/integrations/test_trl*.py
 TESTS_vllm := tests/engine/test_vllm*.py tests/integrations/test_vllm*.py
 
-.PHONY: help demo test test-ray test-trl test-vllm check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight study-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation study-vllm study-trl clean
+.PHONY: help demo test test-ray test-trl test-vllm check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight bench-ray study-kill study-ray-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation study-vllm study-trl clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -95,6 +97,12 @@ study-vllm: $(VENV)-vllm/.core
 
 study-trl: $(VENV)-trl/.core
 	HF_HUB_OFFLINE=1 $(VENV)-trl/bin/python -m studies.trl $(ARGS)
+
+bench-ray: $(VENV)-ray/.core
+	$(VENV)-ray/bin/stretto bench ray $(ARGS)
+
+study-ray-kill: $(VENV)-ray/.core
+	$(VENV)-ray/bin/python -m studies.ray_kill $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(STACKS:%=$(VENV)-%) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/stretto/__pycache__/kernels-*

@@ -179,16 +179,17 @@ class Bench:
     """Settings and prompts of both measurements."""
 
     def __init__(self, words: Sequence[str], prompts: int) -> None:
-        plain = ["--draft.budget=none", "--eval.enabled=false", "--fleet.threads=1", "--fleet.kind=ray"]
-        self.words = [*plain, *words]
-        self.config = load_config("demo", self.words)
+        self.words = ["--draft.budget=none", "--eval.enabled=false", *words]
+        self.config = self.of(**SIDES["ray-2"])
         inputs = read_inputs(self.config)
         self.prompts, self.length = inputs.train[:prompts], inputs.max_model_len
 
     def of(self, **keys: Any) -> Config:
-        kind = keys.get("fleet.kind", "in_process")
-        words = [word for word in self.words if kind != "in_process" or not word.startswith("--fleet.")]
-        return load_config("demo", [*words, *(f"--{key}={value}" for key, value in keys.items())])
+        """The run's configuration with these keys."""
+        threads = ["--fleet.threads=1"] if "fleet.kind" in keys else []
+        return load_config(
+            "demo", [*self.words, *threads, *(f"--{key}={value}" for key, value in keys.items())]
+        )
 
     def throughput(self, pairs: int, scratch: Path) -> dict[str, Any]:
         """Two Ray workers against each of `OTHERS`: how often as many tokens per second."""
