@@ -32,6 +32,7 @@ from stretto.fleet.drafter import FleetDrafter
 from stretto.fleet.process import ProcessFleet
 from stretto.fleet.workers import WorkerFleet
 from stretto.history.index import HistoryIndex
+from stretto.learn.sharded import Places
 from stretto.model import load_model_config, load_tokenizer
 from stretto.records import Event, IntArray, Prompt, Request, SamplingParams
 from stretto.schedule import make_schedule
@@ -373,3 +374,12 @@ def make_worker_fleet(
             build, post, scratch=scratch, environment=partial(worker_environment, config), **settings
         )
     return fleet, FleetDrafter(fleet) if drafts(config) else None
+
+
+def learner_places(config: Config) -> Places:
+    """Room for the learner's processes on the Ray cluster, which must have been connected to."""
+    from stretto.fleet.ray import RayRanks, learner_gpus
+
+    shards = config.learner.shards
+    cpus = max(1, (config.threads or shards) // shards)
+    return RayRanks(shards, float(cpus), learner_gpus(config), config.fleet.patience)

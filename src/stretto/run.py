@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from stretto.assemble import (
     Inputs,
+    learner_places,
     make_drafter,
     make_worker_fleet,
     sampling_params,
@@ -110,10 +111,14 @@ class Run:
 
     def _make_learner(self, weights: Literal["shared", "copy"], stack: ExitStack) -> Learner | ShardedLearner:
         config, post = self.config, self.runtime.post
-        if config.learner.shards > 1:
+        on_cluster = config.learner.place == "cluster"
+        if config.learner.shards > 1 or on_cluster:
             self.reporter.message(f"{config.learner.shards} processes of the learner load the model")
             scratch = self.folder.path / "learner"
-            sharded = ShardedLearner(self.model, config, scratch=scratch, post=post, weights=weights)
+            places = learner_places(config) if on_cluster else None
+            sharded = ShardedLearner(
+                self.model, config, scratch=scratch, post=post, weights=weights, places=places
+            )
             stack.callback(sharded.close)
             return sharded
         return Learner(

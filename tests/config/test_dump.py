@@ -130,4 +130,6 @@ def test_a_resumed_run_may_change_only_what_does_not_make_it_another() -> None:
     with pytest.raises(StrettoError, match=r"learner\.eps = 1e-06 \(the run has 1e-08\)") as caught:
         check_resumable(saved, load_config(None, {"steps": 99, "learner.eps": 1e-6, "seed": 3}))
     assert "seed = 3 (the run has 0)" in str(caught.value)
-    assert "steps, checkpoint, eval, draft, history, fleet, learner.shards, track" in str(caught.value)
+    assert "steps, checkpoint, eval, draft, history, fleet, learner.shards, learner.place, track" in str(
+        caught.value
+    )

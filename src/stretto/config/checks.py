@@ -196,6 +196,22 @@ def _check_baseline(config: Config) -> None:
         )
 
 
+def _check_learner(config: Config) -> None:
+    """Processes that can be had where the learner is to be, and that can train what it is to train."""
+    learner, lora = config.learner, config.model.lora
+    if learner.place == "cluster" and config.fleet.kind != "ray":
+        raise StrettoError(
+            f'learner.place = "cluster" with fleet.kind = "{config.fleet.kind}": there is no cluster; use "here", or '
+            'fleet.kind = "ray"'
+        )
+    if lora is not None and (learner.shards > 1 or learner.place == "cluster"):
+        key = f"learner.shards = {learner.shards}" if learner.shards > 1 else 'learner.place = "cluster"'
+        other = "learner.shards = 1" if learner.shards > 1 else '"here"'
+        raise StrettoError(
+            f"{key} with model.lora: adapters are trained in one process, the trainer's; use {other}"
+        )
+
+
 def run(config: Config) -> None:
     """What must hold across sections.
 
@@ -207,11 +223,7 @@ def run(config: Config) -> None:
     idle.run(config)
     if engine.kind == "vllm":
         vllm.run(config)
-    if config.learner.shards > 1 and config.model.lora is not None:
-        raise StrettoError(
-            f"learner.shards = {config.learner.shards} with model.lora: adapters are trained in one process; use "
-            "learner.shards = 1"
-        )
+    _check_learner(config)
     if config.fleet.weights == "shared" and overlaps(schedule):
         kind = f'schedule.kind = "{schedule.kind}"'
         if schedule.kind == "sorted":

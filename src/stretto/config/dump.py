@@ -14,7 +14,17 @@ from stretto.config.paths import resolve_paths
 from stretto.config.sections import Config
 from stretto.errors import StrettoError
 
-MAY_CHANGE_ON_RESUME = ("steps", "checkpoint", "eval", "draft", "history", "fleet", "learner.shards", "track")
+MAY_CHANGE_ON_RESUME = (
+    "steps",
+    "checkpoint",
+    "eval",
+    "draft",
+    "history",
+    "fleet",
+    "learner.shards",
+    "learner.place",
+    "track",
+)
 """Keys and sections that a resumed run may set anew; any other would make it another run."""
 
 

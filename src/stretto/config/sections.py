@@ -247,6 +247,8 @@ class LearnerConfig(Section):
     """Recompute activations: less memory, more time."""
     shards: int = Field(default=1, ge=1, le=1024)
     """Processes that divide weights, optimizer state and work (FSDP2), each with its own GPU where there are any."""
+    place: Literal["here", "cluster"] = "here"
+    """cluster: with fleet.kind = "ray", on one of its machines; the run folder must have the same path there."""
 
 
 class CheckpointConfig(Section):

@@ -20,8 +20,10 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from stretto.config import Config
+from stretto.errors import StrettoError
 from stretto.fleet.channel import Message, ProcessLost
 from stretto.fleet.messages import Build, Command, Load
+from stretto.fleet.process import SERVER
 from stretto.fleet.ray_worker import RayWorker, as_arrays
 from stretto.fleet.workers import WorkerFleet
 from stretto.records import Event
@@ -45,6 +47,12 @@ def gpus_of(config: Config) -> float:
     """What each worker reserves. Ray must have been initialised."""
     if config.fleet.gpus is not None:
         return config.fleet.gpus
+    engines = int(config.engine.vllm.get("tensor_parallel_size", 1)) if config.engine.kind == "vllm" else 1
+    return learner_gpus(config) * engines
+
+
+def learner_gpus(config: Config) -> float:
+    """What each of the learner's processes reserves: one, where the cluster has any."""
     wanted = config.model.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
     return 1.0 if wanted else 0.0
 
@@ -101,14 +109,18 @@ class WeightObjects:
 
 
 class RayChannel:
-    """An actor in the placement group `group`. It exists at once; what it is sent waits until it has its place."""
+    """An actor that serves `module` in a bundle of a placement group. It exists at once; what it is sent waits
+    until it has its place.
+    """
 
-    def __init__(self, group: Any, bundle: dict[str, float]) -> None:
+    def __init__(self, group: Any, bundle: dict[str, float], module: str = SERVER, index: int = 0) -> None:
         self._group, self._bundle = group, bundle
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+        strategy = PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
+        )
         self._actor = RayWorker.options(
             num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy
-        ).remote([os.path.abspath(entry) for entry in sys.path])
+        ).remote([os.path.abspath(entry) for entry in sys.path], module)
         self._take = self._actor.take.options(concurrency_group="take")
         self._say = self._actor.replies.options(concurrency_group="replies")
         self._where = self._actor.where.remote()
@@ -171,6 +183,29 @@ class RayChannel:
 
     def close(self) -> None:
         self.kill()
+
+
+class RayRanks:
+    """Places for a sharded learner's processes, all on one machine of the cluster, since they exchange much."""
+
+    def __init__(self, count: int, cpus: float, gpus: float, within: float) -> None:
+        """Waits for room. Raises StrettoError if there is none `within` so many seconds."""
+        self._bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        self._group = placement_group([self._bundle] * count, strategy="STRICT_PACK")
+        if not self._group.wait(within):
+            self.close()
+            wanted = " and ".join(f"{number:g} {kind}" for kind, number in self._bundle.items())
+            raise StrettoError(
+                f"learner.shards = {count}: no machine of the cluster had room for so many processes of {wanted} each "
+                f"within fleet.patience = {within:g} seconds"
+            )
+
+    def start(self, module: str, rank: int) -> RayChannel:
+        return RayChannel(self._group, self._bundle, module, rank)
+
+    def close(self) -> None:
+        with contextlib.suppress(RayError):
+            remove_placement_group(self._group)
 
 
 def kill_process(pid: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,15 +45,20 @@ def ray_for(config: Config, cores: int) -> Iterator[None]:
         yield
         return
     quiet = {"configure_logging": False, "log_to_driver": False}
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         if address is None:
             wanted = config.fleet.workers * (config.fleet.threads or 1)
+            if config.learner.place == "cluster":
+                wanted += max(config.threads or 1, config.learner.shards)
             ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet)
         else:
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = "a Ray on this machine" if address is None else f'fleet.address = "{address}": Ray'
         raise StrettoError(f"{where} cannot be had: {error}") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray has put its own there, for good
     try:
         yield
     finally:

@@ -1,8 +1,11 @@
-"""The actor around a worker's engine: messages in, replies out, each by a thread of its own beside the engine's."""
+"""The actor around a worker's engine, or a learner's rank: messages in, replies out, each by a thread of its own beside
+the one that computes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import queue
@@ -17,8 +20,7 @@ import ray
 import torch
 
 from stretto.fleet.channel import Message
-from stretto.fleet.messages import Failed, Load, Reply, Stepped
-from stretto.fleet.serve import serve
+from stretto.fleet.messages import Failed, Load, Stepped
 from stretto.records import Progress
 from stretto.weights import WeightsRef
 
@@ -28,9 +30,9 @@ GROUPS = {"take": 1, "replies": 1}
 
 
 class EngineActor:
-    """Serves an engine as `stretto.fleet.serve` does. `path`: where the trainer finds its modules."""
+    """Runs `serve(inbox, send)` of `module`, as a spawned process does. `path`: where the trainer finds its modules."""
 
-    def __init__(self, path: Sequence[str]) -> None:
+    def __init__(self, path: Sequence[str], module: str) -> None:
         sys.path += [entry for entry in path if entry not in sys.path]
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._early: dict[int, Message] = {}
@@ -38,7 +40,7 @@ class EngineActor:
         self._news = threading.Condition()  # guards what follows
         self._replies: list[bytes] = []
         self._urgent = False
-        threading.Thread(target=self._serve, name="engine", daemon=True).start()
+        threading.Thread(target=self._serve, args=(module,), name="serve", daemon=True).start()
 
     def where(self) -> tuple[int, str, str]:
         """Process number, Ray's name of the node, and its address."""
@@ -63,21 +65,21 @@ class EngineActor:
             replies, self._replies, self._urgent = self._replies, [], False
             return replies
 
-    def _send(self, reply: Reply) -> None:
+    def _send(self, reply: object) -> None:
         packed = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
         with self._news:
             self._replies.append(packed)
             self._urgent = self._urgent or not _can_wait(reply)
             self._news.notify_all()
 
-    def _serve(self) -> None:
-        serve(self._inbox, self._send)
+    def _serve(self, module: str) -> None:
+        importlib.import_module(module).serve(self._inbox, self._send)
 
 
 RayWorker: Any = ray.remote(concurrency_groups=GROUPS)(EngineActor)
 
 
-def _can_wait(reply: Reply) -> bool:
+def _can_wait(reply: object) -> bool:
     return isinstance(reply, Stepped) and reply.busy and all(isinstance(e, Progress) for e in reply.events)
 
 

@@ -9,8 +9,10 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -24,6 +26,13 @@ from stretto.records import UpdateBatch, Updated
 from stretto.spawn import connect
 
 
+class Inbox(Protocol):
+    """Pickled messages in the order in which they were sent."""
+
+    def get(self) -> bytes:
+        """The next one; waits for it."""
+
+
 @dataclass(slots=True)
 class Setup:
     """The first message to a process."""
@@ -32,6 +41,7 @@ class Setup:
     rank: int
     count: int
     rendezvous: str  # a file that does not exist yet, where ranks find each other
+    own_device: bool  # it sees no other's GPU
 
 
 @dataclass(slots=True)
@@ -96,6 +106,11 @@ def main(descriptor: int) -> None:
     def send(reply: Reply) -> None:
         send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))
 
+    serve(inbox, send)
+
+
+def serve(inbox: Inbox, send: Callable[[Reply], None]) -> None:
+    """Take part in what the first message sets up, until something fails, which is then said."""
     try:
         setup: Setup = pickle.loads(inbox.get())  # noqa: S301 -- from our own parent
         try:
@@ -122,12 +137,13 @@ def _join(setup: Setup) -> Learner:
     torch.set_num_threads(config.threads or 1)
     device = resolve_device(config.model.device)
     if device.type == "cuda":
-        if setup.rank >= torch.cuda.device_count():
+        place = 0 if setup.own_device else setup.rank
+        if place >= torch.cuda.device_count():
             raise StrettoError(
                 f"learner.shards = {setup.count}: torch finds {torch.cuda.device_count()} CUDA devices here, one is "
                 "needed for each"
             )
-        torch.cuda.set_device(setup.rank)
+        torch.cuda.set_device(place)
     model = load_model(config.model)
     # By itself gloo looks for the address of the host's name, which others could reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -40,6 +40,36 @@ RANK = "stretto.learn.rank"
 POLL = 0.1  # seconds between looks at the others, while one has nothing to say
 
 
+class Channel(Protocol):
+    """A rank's process from outside; see `stretto.spawn.SpawnedProcess`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def send(self, payload: bytes, /) -> None: ...
+
+    def receive(self, within: float) -> bytes | None: ...
+
+    def close(self) -> None: ...
+
+
+class Places(Protocol):
+    """Where the processes are started."""
+
+    def start(self, module: str, rank: int) -> Channel: ...
+
+    def close(self) -> None: ...
+
+
+class Here:
+    """The trainer's own machine."""
+
+    def start(self, module: str, rank: int) -> SpawnedProcess:
+        return SpawnedProcess(module, _shown(rank))
+
+    def close(self) -> None: ...
+
+
 class ShardedLearner:
     """`Learner`'s calls, made in `config.learner.shards` processes at once.
 
@@ -56,8 +86,11 @@ class ShardedLearner:
         scratch: Path,
         post: Callable[[Event], None],
         weights: Literal["shared", "copy"] = "shared",
+        places: Places | None = None,
     ) -> None:
-        """Raises StrettoError for settings that cannot be trained with, or if a process cannot be started."""
+        """`places`: where the processes are started; none: here. `scratch` and what is saved must have the same paths
+        there. Raises StrettoError for settings that cannot be trained with, or if a process cannot be started.
+        """
         if config.sampling.temperature == 0:
             raise StrettoError(
                 "sampling.temperature = 0: greedy responses have no probabilities to learn from; use 1.0"
@@ -72,11 +105,13 @@ class ShardedLearner:
         count = config.learner.shards
         config = config.model_copy(update={"threads": max(1, (config.threads or count) // count)})
         rendezvous = str((scratch / f"ranks-{secrets.token_hex(4)}").resolve())
-        self._ranks: list[SpawnedProcess] = []
+        self._ranks: list[Channel] = []
+        self._places = places or Here()
         try:
             for rank in range(count):
-                self._ranks.append(SpawnedProcess(RANK, _shown(rank)))
-                self._ranks[rank].send(_pack(Setup(config, rank, count, rendezvous)))
+                self._ranks.append(self._places.start(RANK, rank))
+                setup = Setup(config, rank, count, rendezvous, own_device=places is not None)
+                self._ranks[rank].send(_pack(setup))
             self._collect()
         except OSError as error:
             self.close()
@@ -120,6 +155,7 @@ class ShardedLearner:
         """Kill the processes and remove what they wrote for each other."""
         for rank in self._ranks:
             rank.close()
+        self._places.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _fetch(self) -> None:
