@@ -200,10 +200,8 @@ def _check_learner(config: Config) -> None:
     """Processes that can be had where the learner is to be, and that can train what it is to train."""
     learner, lora = config.learner, config.model.lora
     if learner.place == "cluster" and config.fleet.kind != "ray":
-        raise StrettoError(
-            f'learner.place = "cluster" with fleet.kind = "{config.fleet.kind}": there is no cluster; use "here", or '
-            'fleet.kind = "ray"'
-        )
+        kind = config.fleet.kind
+        raise StrettoError(f'learner.place = "cluster" is for fleet.kind = "ray", not "{kind}"; use "here"')
     if lora is not None and (learner.shards > 1 or learner.place == "cluster"):
         key = f"learner.shards = {learner.shards}" if learner.shards > 1 else 'learner.place = "cluster"'
         other = "learner.shards = 1" if learner.shards > 1 else '"here"'
