@@ -64,6 +64,7 @@ def configs(draw: st.DrawFn) -> Config:
     overrides["draft.step_ms"] = draw(st.none() | st.just([0.5, 1.0, 3.0]))
     overrides |= {
         "learner.baseline": "group",
+        "learner.place": "here",
         "schedule.off_policy_strategy": "refresh",
         "schedule.unit": "group",
     }
