@@ -48,6 +48,10 @@ def said(left: Left) -> tuple[list[int], list[int]]:
     return left.tokens[: left.prompt].tolist(), left.tokens[left.prompt :].tolist()
 
 
+def newest(rows: Rows, slot: int) -> list[int]:
+    return rows.texts[slot, rows.last[slot] : rows.length[slot]].tolist()  # type: ignore[no-any-return]
+
+
 @st.composite
 def lives(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[list[int]]]], int]:
     """How many rows, requests (prompt, what each step adds), and a seed for the order of rows."""
@@ -110,7 +114,7 @@ def test_rows_that_swap_keep_their_slots() -> None:
     assert step.slots.tolist() == [before[2], before[0], before[1]]
     assert not step.new
     assert not step.left
-    assert batch.rows.newest(before[0]).tolist() == [7, 8]
+    assert newest(batch.rows, before[0]) == [7, 8]
 
 
 def test_a_request_that_comes_back_keeps_its_prompt() -> None:
@@ -137,7 +141,7 @@ def test_steps_without_a_call_are_caught_up_with() -> None:
     a.said += [5, 6]
     step = batch.step([a], [[7]])
     assert not step.new
-    assert batch.rows.newest(int(step.slots[0])).tolist() == [5, 6, 7]
+    assert newest(batch.rows, int(step.slots[0])) == [5, 6, 7]
 
 
 def test_what_is_behind_a_stop_token_is_no_response() -> None:

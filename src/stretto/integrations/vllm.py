@@ -61,26 +61,32 @@ def _judge(
     texts: TokenArray,
     begins: IntArray,
     ends: IntArray,
-) -> tuple[BoolArray, BoolArray, IntArray]:
-    """`reached`, `accepted` (N,) and `emitted` (R,) of the paths drafted for `slots` (R,).
+) -> tuple[BoolArray, BoolArray, IntArray, IntArray]:
+    """`reached`, `accepted` (N,) and `emitted` (R,) of the paths drafted for `slots` (R,), and what was, (T,).
 
     A node that equals what was emitted was accepted, and one after accepted ones that does not was put to the test.
     vLLM may cut a draft short: its end then looks accepted if the token that was sampled there was the same.
     """
     reached, accepted = np.zeros(drafted.size, np.bool_), np.zeros(drafted.size, np.bool_)
     emitted = np.zeros(slots.size, np.int64)
-    at = 0
+    most = 0
+    for slot in slots:
+        most += ends[slot] - begins[slot]
+    tokens = np.empty(most, np.int64)
+    at = said = 0
     for r in range(slots.size):
         slot = slots[r]
         new = 0 if gone[r] else ends[slot] - begins[slot]
         emitted[r] = new
+        tokens[said : said + new] = texts[slot, begins[slot] : begins[slot] + new]
+        said += new
         for i in range(min(counts[r], new)):
             reached[at + i] = True
             if drafted[at + i] != texts[slot, begins[slot] + i]:
                 break
             accepted[at + i] = True
         at += counts[r]
-    return reached, accepted, emitted
+    return reached, accepted, emitted, tokens[:said]
 
 
 class HistoryDrafter:
@@ -209,15 +215,12 @@ class HistoryDrafter:
         if not slots.size:
             return
         rows = self._rows
-        gone = np.isin(slots, [left.slot for left in step.left])
-        begins, ends = rows.last, rows.length
-        reached, accepted, emitted = _judge(
-            slots, gone, drafts.counts, drafts.token_ids, rows.texts, begins, ends
+        gone = np.zeros(slots.size, np.bool_)
+        if step.left:
+            gone = np.isin(slots, [left.slot for left in step.left])
+        reached, accepted, emitted, tokens = _judge(
+            slots, gone, drafts.counts, drafts.token_ids, rows.texts, rows.last, rows.length
         )
-        said = [
-            rows.newest(slot) for slot, left in zip(slots.tolist(), gone.tolist(), strict=True) if not left
-        ]
-        tokens = np.concatenate(said).astype(np.int64) if said else np.zeros(0, np.int64)
         self._drafter.observe(slots, drafts, Verified(reached, accepted, emitted), tokens)
         if clean:
             self.cost.observe(slots.size, drafts.token_ids.size, began - self._began)
@@ -237,7 +240,7 @@ class HistoryDrafter:
         rows, slots = self._rows, step.slots[step.slots >= 0]
         generated = rows.length[slots] - rows.prompt[slots]
         room = np.clip(self._longest - 1 - rows.length[slots], 0, self._depth)
-        room[[rows.stopped(slot) for slot in slots.tolist()]] = 0
+        room[rows.stopped[slots]] = 0
         self._steps += 1
         most = 0 if self._steps % PLAIN_EVERY == 0 else self._most - slots.size
         drafts: Drafts = no_drafts(slots.size)

@@ -82,14 +82,24 @@ def _goes_on(
 
 @kernel()
 def _take(
-    slots: IntArray, length: IntArray, last: IntArray, texts: TokenArray, totals: IntArray, tokens: TokenArray
+    slots: IntArray,
+    length: IntArray,
+    last: IntArray,
+    stopped: BoolArray,
+    stops: TokenArray,
+    texts: TokenArray,
+    totals: IntArray,
+    tokens: TokenArray,
 ) -> None:
-    """Add what is new in each row to the text of its request."""
+    """Add what is new in each row to the text of its request, and whether a stop token is among it to `stopped`."""
     for row in range(slots.size):
         slot = slots[row]
         if slot >= 0:
+            stopped[slot] = False
             for at in range(length[slot], totals[row]):
                 texts[slot, at] = tokens[row, at]
+                for stop in stops:
+                    stopped[slot] |= tokens[row, at] == stop
             last[slot] = length[slot]
             length[slot] = totals[row]
 
@@ -103,7 +113,8 @@ class Rows:
         self.length: IntArray = np.zeros(slots, np.int64)  # of these
         self.prompt: IntArray = np.zeros(slots, np.int64)  # tokens that are the prompt's
         self.last: IntArray = np.zeros(slots, np.int64)  # where the tokens of the newest step begin
-        self._stops = np.array(sorted(stops), np.int32)
+        self.stopped: BoolArray = np.zeros(slots, np.bool_)  # whether one of these is a stop token
+        self._stops: TokenArray = np.array(sorted(stops), np.int32)
         self._serial: IntArray = np.zeros(slots, np.int64)
         self._next = 0  # serial number
         self._rows: IntArray = np.zeros(0, np.int64)  # (R,), the slots of the step before
@@ -129,7 +140,8 @@ class Rows:
         if not same:
             stay = {-1, *slots.tolist()}
             left = [self._leave(slot) for slot in self._rows.tolist() if slot not in stay]
-        _take(slots, self.length, self.last, self.texts, totals, tokens)
+        stopped, stops = self.stopped, self._stops
+        _take(slots, self.length, self.last, stopped, stops, self.texts, totals, tokens)
         new: list[New] = []
         if not same:
             for row in np.flatnonzero((slots < 0) & (counts > 0)).tolist():
@@ -137,14 +149,6 @@ class Rows:
                 slots[row] = new[-1].slot
         self._rows = slots
         return Step(slots, left, new)
-
-    def newest(self, slot: int) -> TokenArray:
-        """The tokens of the slot's request that this step brought, (n,)."""
-        return self.texts[slot, self.last[slot] : self.length[slot]]
-
-    def stopped(self, slot: int) -> bool:
-        """Whether a stop token is among these."""
-        return bool(np.isin(self.newest(slot), self._stops).any())
 
     def _locate(self, counts: IntArray, totals: IntArray, tokens: TokenArray) -> tuple[IntArray, bool]:
         """The slots of the rows, (R,), -1 where a row's request is in none; and whether nothing has changed."""
@@ -197,6 +201,7 @@ class Rows:
         self.texts[slot, : text.size] = text
         self.length[slot] = text.size
         self.last[slot] = text.size - count
+        self.stopped[slot] = np.isin(text[text.size - count :], self._stops).any()
         self.prompt[slot] = text.size - count if back is None else back.prompt
         self._serial[slot] = self._next
         self._next += 1
