@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from stretto.config import load_config
-from stretto.engines import gpu_share, worker_environment
+from stretto.engines import gpu_share, shares_gpus, worker_environment
 from stretto.errors import StrettoError
 
 
@@ -26,6 +28,26 @@ def test_gpus_by_place(devices: list[str], workers: int, size: int, expected: li
 def test_more_gpus_than_there_are() -> None:
     with pytest.raises(StrettoError, match="tensor_parallel_size = 4: there are 2 GPUs"):
         gpu_share(["0", "1"], 0, 1, 4)
+
+
+def test_a_learner_of_several_processes_has_the_first_ones() -> None:
+    assert [gpu_share(["0", "1", "2", "3"], place, 2, 1, 2) for place in range(2)] == [["2"], ["3"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "shared"),
+    [
+        ({}, 4, True),
+        ({"fleet.kind": "processes", "fleet.workers": 2}, 3, False),
+        ({"fleet.kind": "processes", "fleet.workers": 2}, 2, True),
+        ({"fleet.kind": "processes", "engine.vllm.tensor_parallel_size": 2}, 2, True),
+        ({"fleet.kind": "processes", "learner.shards": 2}, 2, True),
+        ({"fleet.kind": "ray", "fleet.address": "auto", "fleet.workers": 8}, 1, False),
+        ({"fleet.kind": "ray", "fleet.address": "auto", "fleet.gpus": 0.5}, 8, True),
+    ],
+)
+def test_engines_that_share_a_gpu(changes: dict[str, Any], gpus: int, shared: bool) -> None:
+    assert bool(shares_gpus(load_config("demo", {"engine.kind": "vllm", **changes}), gpus)) == shared
 
 
 def test_without_gpus_nothing_is_said() -> None:

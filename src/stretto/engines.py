@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stretto.config import Config
@@ -14,7 +12,9 @@ from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.vllm import VllmEngine
 from stretto.engine.vllm_arguments import check_names, require_vllm
 from stretto.errors import StrettoError
-from stretto.model import load_model, load_model_config, location, resolve_device
+from stretto.model import load_model, load_model_config, location, resolve_device, visible_gpus
+
+SHARE = "gpu_memory_utilization"
 
 
 def check_engine(config: Config) -> None:
@@ -24,21 +24,50 @@ def check_engine(config: Config) -> None:
     if config.engine.kind == "vllm":
         require_vllm()
         check_names(config.engine.vllm)
+        _check_memory(config)
+
+
+def _check_memory(config: Config) -> None:
+    """Raise StrettoError if an engine shares its GPU and takes nearly all of it, which is vLLM's default."""
+    if SHARE in config.engine.vllm or resolve_device(config.model.device).type != "cuda":
+        return
+    gpus = len(visible_gpus())
+    who = shares_gpus(config, gpus)
+    if who:
+        raise StrettoError(
+            f"engine.vllm.{SHARE} is not set, but {who} share GPUs ({gpus} here), and vLLM takes 0.92 of each by "
+            f"default: set what one engine may take, such as {SHARE} = 0.4 under [engine.vllm], or give engines GPUs "
+            "of their own (docs/vllm.md)"
+        )
+
+
+def shares_gpus(config: Config, gpus: int) -> str:
+    """Who shares one of this machine's `gpus` with a vLLM engine; empty: nobody."""
+    fleet, learner = config.fleet, config.learner
+    if fleet.kind == "in_process":
+        return "vLLM and the learner"
+    if fleet.kind == "ray" and (fleet.gpus is not None or fleet.address is not None):
+        return "workers" if fleet.gpus is not None and 0.0 < fleet.gpus <= 0.5 else ""
+    engines = fleet.workers * _vllm_gpus(config)
+    return "workers and the learner" if gpus < engines + learner.shards else ""
 
 
 def worker_environment(config: Config, place: int) -> dict[str, str]:
     """What tells the worker process at `place` which GPUs are its own, where vLLM generates on GPUs."""
     if config.engine.kind != "vllm" or resolve_device(config.model.device).type != "cuda":
         return {}
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    size = int(config.engine.vllm.get("tensor_parallel_size", 1))
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu_share(devices, place, config.fleet.workers, size))}
+    share = gpu_share(visible_gpus(), place, config.fleet.workers, _vllm_gpus(config), config.learner.shards)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
 
 
-def gpu_share(devices: Sequence[str], place: int, workers: int, size: int) -> list[str]:
-    """The `size` of `devices` for the worker at `place`. The first is left to the learner where there are enough; where
-    there are not enough for all workers, they share.
+def _vllm_gpus(config: Config) -> int:
+    """That one engine needs."""
+    return int(config.engine.vllm.get("tensor_parallel_size", 1))
+
+
+def gpu_share(devices: Sequence[str], place: int, workers: int, size: int, learner: int = 1) -> list[str]:
+    """The `size` of `devices` for the worker at `place`. The first `learner` are left to the learner where there are
+    enough; where there are not enough for all workers, they share.
 
     Raises StrettoError if a single worker needs more than there are.
     """
@@ -46,7 +75,7 @@ def gpu_share(devices: Sequence[str], place: int, workers: int, size: int) -> li
         raise StrettoError(
             f"engine.vllm.tensor_parallel_size = {size}: there are {len(devices)} GPUs; use at most that many"
         )
-    free = devices[1:] if len(devices) > workers * size else devices
+    free = devices[learner:] if len(devices) >= workers * size + learner else devices
     shares = len(free) // size
     begin = place % shares * size
     return list(free[begin : begin + size])

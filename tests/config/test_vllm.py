@@ -22,6 +22,8 @@ from stretto.trainer import Trainer
         ({"engine.vllm.max_num_seqs": 4}, r"engine\.vllm\.max_num_seqs: this is set by engine\.max_num_seqs"),
         ({"engine.vllm": {"model": "x"}}, r"engine\.vllm\.model: this is set by model\.path"),
         ({"engine.vllm.logprobs_mode": "raw_logits"}, "cannot be chosen"),
+        ({"engine.vllm.distributed_executor_backend": "ray"}, "cannot be chosen"),
+        ({"engine.vllm.tensor_parallel_size": 2, "fleet.kind": "ray"}, 'use fleet.kind = "processes", or 1'),
         ({"model.dtype": "float64"}, 'use "float32"'),
         ({"fleet.weights": "shared"}, 'use "auto"'),
         ({"reuse.kind": "prefix"}, r'use "noise" or "none"'),

@@ -21,8 +21,8 @@ ray = pytest.importorskip("ray", reason="make test-ray")
 from stretto.config import ScheduleConfig, load_config  # noqa: E402
 from stretto.errors import StrettoError  # noqa: E402
 from stretto.fleet.in_process import InProcessFleet  # noqa: E402
-from stretto.fleet.ray import RayFleet, WeightObjects, how_it_ended  # noqa: E402
-from stretto.fleet.ray_cluster import ray_for  # noqa: E402
+from stretto.fleet.ray import RayFleet, WeightObjects, how_it_ended, part_of_gpu  # noqa: E402
+from stretto.fleet.ray_cluster import gpus_for_ray, ray_for  # noqa: E402
 from stretto.fleet.ray_worker import as_arrays, as_tensors  # noqa: E402
 from stretto.records import Event, Loaded, WorkerDown, WorkerUp  # noqa: E402
 from stretto.schedule import make_schedule  # noqa: E402
@@ -212,6 +212,51 @@ def test_weights_are_put_once_and_pulled_late_by_who_comes_late() -> None:
         assert wait_until(lambda: Loaded(1, 2) in events)
         assert kept.write(WeightsRef(2, "copy", tensors)).handle == handle
     assert [event.version for event in events if event == Loaded(0, 1)] == [1]
+
+
+def test_weights_that_are_none_are_said_and_not_waited_for() -> None:
+    world = AnswerAll()
+    with fleet_of(toy(), world) as fleet:
+        fleet.wait_until_ready()
+        fleet.load(WeightsRef(1, "object", handle=ray.put("no weights")), [0], "continue")
+        with pytest.raises(StrettoError, match=r"worker 0 failed: the weights .* cannot be had: Traceback"):
+            world.answer(fleet)
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.ObjectStoreFullError("full"), OSError("no space left")])
+def test_a_full_object_store_names_the_way_on(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(value: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "put", put)  # Ray's own store grows onto the disk before it is full
+    with pytest.raises(StrettoError, match=r"version 3: Ray's object store .* `stretto resume`"):
+        WeightObjects().write(WeightsRef(3, "copy", {"a": torch.ones(2)}))
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "expected"), [(2, 2, 1.0), (2, 8, 1.0), (2, 1, 0.5), (3, 1, 0.3333), (3, 2, 0.5)]
+)
+def test_workers_share_what_gpus_there_are(workers: int, gpus: int, expected: float) -> None:
+    assert part_of_gpu(workers, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "expected"),
+    [
+        ("3,5,6", {}, ["5", "6"]),
+        ("3,5", {}, None),  # shared with the learner
+        ("3,5,6,7", {"learner.shards": 2}, ["6", "7"]),
+        ("3,5", {"fleet.gpus": 0.5}, ["5"]),
+        ("3,5,6", {"learner.place": "cluster"}, None),
+        ("3,5,6", {"model.device": "cpu"}, None),
+    ],
+)
+def test_a_ray_of_ones_own_leaves_the_learner_its_gpus(
+    devices: str, changes: dict[str, Any], expected: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    config = load_config("demo", {"fleet.kind": "ray", "fleet.workers": 2, "model.device": "auto", **changes})
+    assert gpus_for_ray(config) == expected
 
 
 def test_ray_reasons_are_short_and_name_memory() -> None:

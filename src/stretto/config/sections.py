@@ -194,7 +194,7 @@ class FleetConfig(Section):
     threads: int | None = Field(default=None, ge=1, le=1024)
     """processes, ray: torch's in each, the CPUs it reserves; none: cores divided by workers (with an address, 1)."""
     gpus: float | None = Field(default=None, ge=0.0)
-    """ray: GPUs that each worker reserves; none: what its engine takes, where the cluster has any."""
+    """ray: GPUs that each worker reserves; none: one, where there are any (of a Ray started here, or a part of one)."""
     restarts: int = Field(default=3, ge=0)
     """processes, ray: how often another one is started in a lost one's place."""
     patience: float = Field(default=600.0, ge=1.0)

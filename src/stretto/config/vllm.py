@@ -27,6 +27,7 @@ OWNED = {
 FIXED = (
     "async_scheduling",
     "disable_log_stats",
+    "distributed_executor_backend",
     "logits_processors",
     "logprobs_mode",
     "pipeline_parallel_size",
@@ -47,6 +48,12 @@ def run(config: Config) -> None:
             raise StrettoError(
                 f"engine.vllm.{name}: this cannot be chosen: how Stretto samples, steps and loads weights depends on it"
             )
+    size = config.engine.vllm.get("tensor_parallel_size", 1)
+    if config.fleet.kind == "ray" and size != 1:
+        raise StrettoError(
+            f'engine.vllm.tensor_parallel_size = {size} with fleet.kind = "ray": a Ray worker has one GPU at most; use '
+            'fleet.kind = "processes", or 1'
+        )
     if config.model.dtype == "float64":
         raise StrettoError('model.dtype = "float64" with engine.kind = "vllm": use "float32" or "bfloat16"')
     if config.fleet.weights == "shared":

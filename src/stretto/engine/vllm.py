@@ -88,6 +88,8 @@ class VllmEngine:
             "use_tqdm_on_load": False,
             "worker_extension_cls": f"{OWN}.WorkerExtension",
         }
+        if int((arguments or {}).get("tensor_parallel_size", 1)) > 1:
+            owned["distributed_executor_backend"] = "mp"  # vLLM itself would ask Ray, where there is one
         if drafter is not None:
             owned["speculative_config"] = {
                 "method": "custom_class",

@@ -44,11 +44,25 @@ class RayFleet(WorkerFleet):
 
 
 def gpus_of(config: Config) -> float:
-    """What each worker reserves. Ray must have been initialised."""
+    """What each worker reserves. Ray must have been initialised.
+
+    One GPU, if `fleet.gpus` is not set, where there are any. To a Ray of the run's own none is ever added, so with
+    fewer GPUs than workers each gets a part of one.
+    """
     if config.fleet.gpus is not None:
         return config.fleet.gpus
-    engines = int(config.engine.vllm.get("tensor_parallel_size", 1)) if config.engine.kind == "vllm" else 1
-    return learner_gpus(config) * engines
+    whole = learner_gpus(config)
+    if not whole or config.fleet.address is not None:
+        return whole
+    there = int(ray.cluster_resources()["GPU"])
+    if config.learner.place == "cluster":
+        there -= config.learner.shards
+    return part_of_gpu(config.fleet.workers, max(1, there))
+
+
+def part_of_gpu(workers: int, gpus: int) -> float:
+    """Of a GPU, for each of so many workers: Ray counts in 1/10000, and no worker gets parts of two."""
+    return (10_000 // -(-workers // gpus)) / 10_000
 
 
 def learner_gpus(config: Config) -> float:
@@ -96,11 +110,21 @@ class WeightObjects:
         self._newest: WeightsRef | None = None
 
     def write(self, ref: WeightsRef) -> WeightsRef:
+        """Raises StrettoError if the store has no room for them."""
         newest = self._newest
-        if newest is None or newest.version != ref.version:
-            handle = ref.handle if ref.kind == "object" else ray.put(as_arrays(ref.tensors))
-            newest = WeightsRef(ref.version, "object", handle=handle)
-        return newest
+        if newest is not None and newest.version == ref.version:
+            return newest
+        if ref.kind == "object":
+            return WeightsRef(ref.version, "object", handle=ref.handle)
+        try:
+            handle = ray.put(as_arrays(ref.tensors))
+        except (RayError, OSError, MemoryError) as error:
+            said = " ".join(str(error).split())
+            raise StrettoError(
+                f"weights of version {ref.version}: Ray's object store does not take them: {said}; the run goes on "
+                "from its newest checkpoint with `stretto resume` (`ray start --object-store-memory` gives it more)"
+            ) from error
+        return WeightsRef(ref.version, "object", handle=handle)
 
     def publish(self, written: WeightsRef, workers: Iterable[int]) -> None:
         self._newest = written

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from stretto.config import Config
 from stretto.errors import StrettoError
+from stretto.model import visible_gpus
 
 REACHABLE = 5.0  # seconds in which a cluster must answer
 
@@ -51,18 +52,57 @@ def ray_for(config: Config, cores: int) -> Iterator[None]:
             wanted = config.fleet.workers * (config.fleet.threads or 1)
             if config.learner.place == "cluster":
                 wanted += max(config.threads or 1, config.learner.shards)
-            ray.init(address="local", num_cpus=max(cores, wanted), include_dashboard=False, **quiet)
+            with _visible(gpus_for_ray(config)) as gpus:
+                ray.init(
+                    address="local",
+                    num_cpus=max(cores, wanted),
+                    num_gpus=gpus,
+                    include_dashboard=False,
+                    **quiet,
+                )
         else:
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = "a Ray on this machine" if address is None else f'fleet.address = "{address}": Ray'
         raise StrettoError(f"{where} cannot be had: {error}") from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)  # Ray has put its own there, for good
+        # Ray has put its own there, for good. None: whoever had put his there did it outside Python.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def gpus_for_ray(config: Config) -> list[str] | None:
+    """The GPUs of this machine for a Ray of the run's own, as CUDA_VISIBLE_DEVICES names them; None: as Ray finds them.
+
+    A learner in this program, or beside it, has the first ones; where the others are too few for the workers, these
+    share with it.
+    """
+    if config.model.device == "cpu" or config.learner.place == "cluster":
+        return None
+    devices = visible_gpus()
+    free = devices[config.learner.shards :]
+    gpus = 1.0 if config.fleet.gpus is None else config.fleet.gpus
+    return free if devices and len(free) >= config.fleet.workers * gpus else None
+
+
+@contextmanager
+def _visible(gpus: list[str] | None) -> Iterator[int | None]:
+    """Processes that are started meanwhile see these GPUs only; yields how many they are."""
+    if gpus is None:
+        yield None
+        return
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    try:
+        yield len(gpus)
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _require_reachable(address: str) -> None:

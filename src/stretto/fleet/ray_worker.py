@@ -11,6 +11,7 @@ import pickle
 import queue
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,6 +56,9 @@ class EngineActor:
                 self._inbox.put(_pulled(following))
             except ray.exceptions.RayError as error:
                 self._send(Failed(f"the weights that it was to load cannot be had: {error}"))
+            except Exception:  # noqa: BLE001 -- nobody asks Ray what became of this call
+                trace = traceback.format_exc()
+                self._send(Failed(f"the weights that it was to load cannot be had: {trace}"))
 
     def replies(self, within: float) -> list[bytes]:
         """What there is to say; nothing after so many seconds without any."""
