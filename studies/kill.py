@@ -35,7 +35,7 @@ WRITES = {
     "consumed": "consumed/",
     "in_flight": "in_flight/",
     "weights": "model.safetensors",
-    "optimizer": "optimizer.safetensors",
+    "optimizer": "optimizer/state.safetensors",
     "state": "trainer_state.json",
     "timeline": "timeline.json",
 }
@@ -56,7 +56,7 @@ def outcome(run: Path) -> dict[str, Any]:
     columns = ["request_id", "token_ids", "reward", "visit", "sample_index", "prompt_uid"]
     return {
         "weights": (run / "latest" / "model.safetensors").read_bytes(),
-        "optimizer": (run / "latest" / "optimizer.safetensors").read_bytes(),
+        "optimizer": (run / "latest" / "optimizer/state.safetensors").read_bytes(),
         "rewards": [line["reward/mean"] for line in lines],
         "rollouts": [pq.read_table(f, columns=columns) for f in sorted((run / "rollouts").glob("*.parquet"))],
         "consumed": [pq.read_table(f, columns=columns) for f in sorted((run / "consumed").glob("*.parquet"))],

@@ -174,8 +174,9 @@ def resume(
 ) -> int:
     """Continue a run from its newest checkpoint; if nothing is changed, the result is the undisturbed run's.
 
-    steps and the sections checkpoint, eval, draft, history, fleet and track may be changed by their keys (--steps,
-    --checkpoint.every, ...; stretto train --help lists them). Any other change would make it another run: refused.
+    steps, learner.shards, learner.place and the sections checkpoint, eval, draft, history, fleet and track may be
+    changed by their keys (--steps, --checkpoint.every, ...; stretto train --help lists them). Any other change would
+    make it another run: refused.
 
     Args:
         run: The run's folder.

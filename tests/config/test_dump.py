@@ -65,6 +65,7 @@ def configs(draw: st.DrawFn) -> Config:
     overrides |= {
         "learner.baseline": "group",
         "learner.place": "here",
+        "learner.shards": 1,
         "schedule.off_policy_strategy": "refresh",
         "schedule.unit": "group",
     }

@@ -33,7 +33,7 @@ def test_those_of_one_prompt_are_opened_together(monkeypatch: pytest.MonkeyPatch
     it.end(3, None)
     it.end(2, None)
     it.begin(2, request(2, 0, PROMPTS[0]))
-    assert (propose(it, [0, 1, 2], [0] * 3).counts > 0).tolist() == [True, False, False]
+    assert (propose(it, [0, 1, 2], [0] * 3).counts > 0).tolist() == [True, False, True]
     assert (propose(it, [0, 1, 2], [0] * 3).counts > 0).tolist() == [True, True, True]
 
 
@@ -52,9 +52,26 @@ def test_what_was_said_before_is_followed_then(monkeypatch: pytest.MonkeyPatch) 
     assert np.array_equal(a.counts, b.counts)
 
 
-def test_who_ends_unopened_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_ends_unopened_is_not_opened_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     it = begun(1, monkeypatch)
     for slot in SLOTS:
         it.end(slot, None)
+    assert not it._openings.due
     it.begin(0, request(9, 9, (1, 1)))
     assert propose(it, [0], [0]).counts.tolist() == [0]
+    assert it._openings.handles.tolist() == [-1] * 4
+
+
+def test_a_pause_does_not_keep_them_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the first prompts' histories is worth checking, so that sources are asked ever less often."""
+    monkeypatch.setattr(openings, "OPENED", 1)
+    it = drafter(sources=["history"], pause=8)
+    known: list[tuple[int, ...]] = [(5, place) for place in range(3)]
+    for prompt in known:
+        it.remember([rollout([7], prompt=prompt)])
+    it.remember([rollout([1, 2, 3], prompt=PROMPTS[0])])
+    for slot, prompt in enumerate([*known, PROMPTS[0]]):
+        it.begin(slot, request(slot, slot, prompt))
+    for step_number in range(4):
+        propose(it, SLOTS, [step_number] * 4, room=0)
+    assert not it._openings.due

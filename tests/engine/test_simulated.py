@@ -293,6 +293,20 @@ def test_what_is_said_to_a_worker_before_it_is_known_that_it_went_down_is_lost_t
     assert log.run().tokens() == {0: 5, 1: 30}
 
 
+def test_a_worker_that_fails_before_it_is_there_does_not_come() -> None:
+    log = build(lengths(30))
+    log.engine.absent()
+    log.engine.pause(10.0)  # the trainer has its device
+    log.engine.start()
+    log.at(5.0, log.engine.fail)
+    log.run()
+    assert not log.events
+    assert not log.engine.alive
+    log.engine.start()
+    log.run()
+    assert [event for _, event in log.events] == [WorkerUp(0, log.engine.slots, 0)]
+
+
 def test_spans_say_who_was_where() -> None:
     spans: list[Span] = []
     log = build(lengths(10, 20, 5), slots=2, cost=StepCost(base=1.0, per_token=0.0), spans=spans)

@@ -182,7 +182,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [None, "{", "[]", '{"format": 1}', '{"format": 2, "version": 1, "optimizer_steps": 1}']
+    "content", [None, "{", "[]", '{"format": 2}', '{"format": 9, "version": 1, "optimizer_steps": 1}']
 )
 def test_damaged_state_is_refused(tmp_path: Path, content: str | None) -> None:
     made = learner(tiny_model("llama"), **SETTINGS)
@@ -201,10 +201,10 @@ def test_damaged_moments_are_refused(tmp_path: Path, damage: str) -> None:
     made = learner(tiny_model("llama"), **SETTINGS)
     steps(made, 0, 1)
     made.save(tmp_path)
-    file = tmp_path / "optimizer.safetensors"
+    file = tmp_path / "optimizer/state.safetensors"
     content = file.read_bytes()
     file.unlink()
     if damage == "cut off":
         file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(StrettoError, match=r"optimizer\.safetensors cannot be read"):
+    with pytest.raises(StrettoError, match=r"state\.safetensors cannot be read"):
         made.load(tmp_path)

@@ -14,6 +14,7 @@ import torch
 
 from stretto.config import Config, load_config
 from stretto.errors import StrettoError
+from stretto.learn.background import BackgroundLearner
 from stretto.learn.learner import Learner
 from stretto.learn.sharded import ShardedLearner
 from stretto.model import load_model
@@ -120,6 +121,48 @@ def test_what_is_refused_changes_nothing_and_fewer_micro_batches_than_processes_
     for made in (one, sharded):
         made.update(UpdateBatch(version, pair))
     assert_same_weights(one, sharded)
+
+
+def test_groups_that_teach_nothing_are_measured_and_leave_no_old_weights_behind(
+    config: Config, tmp_path: Path
+) -> None:
+    """Without KL and entropy terms they have a forward pass only. The run's name is no URL."""
+    plain = {"learner.kl_coef": 0.0, "learner.entropy_coef": 0.0}
+    config = load_config("demo", {**SETTINGS, **plain})
+    made = ShardedLearner(load_model(config.model), config, scratch=tmp_path / "a#b?c", post=lambda _: None)
+    try:
+        one = alone(config)
+        for version in range(3):
+            batch = random_batch(version, groups=4, version=version)
+            for each in batch.rollouts:
+                if each.group_id < 2:
+                    each.reward = 1.0
+            for learner in (one, made):
+                assert learner.update(batch).metrics["policy/zero_advantage"] > 0
+            assert_same_weights(one, made)
+        (tmp_path / "state").mkdir()
+        made.save(tmp_path / "state")
+        fresh = alone(config)
+        fresh.load(tmp_path / "state")
+        assert_same_weights(one, fresh)
+
+        # A run that is interrupted while a part is being accumulated saves all the same.
+        background = BackgroundLearner(made, lambda _: None)
+        background.accumulate(UpdateBatch(3, random_batch(9, groups=8, version=3).rollouts, final=False))
+        (tmp_path / "again").mkdir()
+        made.save(tmp_path / "again")
+        names = ["learner.json", "model.safetensors", "optimizer/state.safetensors"]
+        assert all((tmp_path / "again" / name).exists() for name in names)
+        background.close()
+    finally:
+        made.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_who_cannot_join_says_why(config: Config, tmp_path: Path) -> None:
+    elsewhere = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
+    with pytest.raises(StrettoError, match='model.device is "cuda", but torch finds no CUDA device'):
+        ShardedLearner(load_model(config.model), elsewhere, scratch=tmp_path / "it", post=lambda _: None)
 
 
 def test_a_killed_process_ends_it_with_the_way_on(config: Config, tmp_path: Path) -> None:

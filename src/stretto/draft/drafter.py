@@ -169,6 +169,9 @@ class HistoryDrafter:
 
     def propose(self, slots: IntArray, generated: IntArray, room: IntArray, tokens: int, most: int) -> Drafts:
         began = self._clock()
+        if self._openings.due:  # in a pause, too: they may end it
+            self._catch_up()
+            self._open_histories()
         dropped, fruitless = None, self._fruitless
         drops = self._dropped.any
         self._paused = bool(fruitless & (fruitless - 1) and fruitless % self._pause) and not drops
@@ -177,7 +180,6 @@ class HistoryDrafter:
             self._raw, self._rows = self._grown.raw[:0], self._grown.rows[:0]
             return no_drafts(slots.size)
         self._catch_up()
-        self._open_histories()
         if drops:
             dropped = self._dropped.paths(slots, room, self.calibration.table, self.budget.floor)
             room = np.where(dropped[0].counts > 0, 0, room)
@@ -296,8 +298,7 @@ class HistoryDrafter:
 
     def counts(self) -> Tally:
         """Under `spec/`, since the last call: what each source proposed and what of it was accepted, acceptance by
-        depth of the nodes that were put to the test, seconds; and sizes now, of the index
-        and of the automata in flight.
+        depth of the nodes that were put to the test, seconds; and sizes now, of index and automata in flight.
         """
         found, self._counters = self._counters.counts(), Counters()
         index, live = self.index.counts(), Tally(self._pool.metrics())

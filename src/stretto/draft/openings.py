@@ -45,22 +45,32 @@ class Openings:
 
     def said(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
         """What `slots` (R,) said, `counts` (R,) tokens each of `tokens` (T,)."""
-        if self._due:
+        if self._due and slots.size:
             pieces = np.split(tokens, np.cumsum(counts)[:-1])
             for slot, piece in zip(slots.tolist(), pieces, strict=True):
                 if slot in self._due:
                     self._due[slot].said.append(piece)
 
+    @property
+    def due(self) -> bool:
+        """Whether histories are still to be opened."""
+        return bool(self._due)
+
     def open(self) -> list[tuple[int, IntArray]]:
         """Open histories that are due, as many as one step may; their slots, with all that was said there (T,)."""
-        opened, copied = [], 0
+        opened: list[tuple[int, IntArray]] = []
+        copied, uids = 0, set[str]()
         for slot, due in list(self._due.items()):
-            if self._wait:
-                self._index.wait([due.uid])
-            size = self._index.opening(due.uid)
-            if size and copied and copied + size > OPENED:
-                break
-            copied += size
+            if due.uid not in uids:  # else it is there
+                if copied >= OPENED:
+                    continue
+                if self._wait:
+                    self._index.wait([due.uid])
+                size = self._index.opening(due.uid)
+                if copied and copied + size > OPENED:
+                    continue
+                copied += size
+                uids.add(due.uid)
             del self._due[slot]
             self.handles[slot] = self._index.open(due.uid)
             if self.handles[slot] >= 0:

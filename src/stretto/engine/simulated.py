@@ -65,6 +65,7 @@ class SimulatedEngine(Decoding):
         self.load_seconds = load_seconds
         self.alive = True
         self._coming = False  # it will be
+        self._arrivals = 0
         self._counted = 0.0  # up to when `metrics` has counted the seconds in which slots were there
         # (from, until), disjoint, in which they were not, not all of it counted yet.
         self._absent: list[tuple[float, float]] = []
@@ -148,12 +149,15 @@ class SimulatedEngine(Decoding):
         """
         if not self._coming:
             self._coming = True
+            self._arrivals += 1
             self._boundary = max(self.runtime.time, self._boundary)
-            self.runtime.call_at(self._boundary, self._come_up)
+            self.runtime.call_at(self._boundary, partial(self._come_up, self._arrivals))
 
-    def _come_up(self) -> list[Event]:
+    def _come_up(self, arrival: int) -> list[Event]:
+        if not self._coming or arrival != self._arrivals:  # it has failed before it was there
+            return []
         if self.runtime.time < self._boundary:  # the trainer has its device
-            self.runtime.call_at(self._boundary, self._come_up)
+            self.runtime.call_at(self._boundary, partial(self._come_up, arrival))
             return []
         self.alive, self._coming = True, False
         if self._absent and self._absent[-1][1] == inf:
@@ -162,6 +166,7 @@ class SimulatedEngine(Decoding):
 
     def fail(self) -> None:
         """Go down with the step in hand; all tokens until then have been received."""
+        self._coming = False
         if not self.alive:
             return
         self._settle()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from stretto.errors import StrettoError
 from stretto.learn.shards import divided_like
 
-FORMAT = 1
+FORMAT = 2
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:

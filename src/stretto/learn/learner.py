@@ -27,12 +27,14 @@ from stretto.learn.losses import importance_weights, kl_to_reference, policy_los
 from stretto.learn.measurements import Measurements
 from stretto.learn.optimizer import Optimizer
 from stretto.learn.packing import MicroBatch, TrainedTokens, pack, trained_tokens
-from stretto.learn.shards import Shards, whole
+from stretto.learn.shards import Shards
 from stretto.records import Event, FloatArray, Rollout, UpdateBatch, Updated
 from stretto.weights import WeightsRef
 
 STATE_FILE = "learner.json"
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER_FILE = (
+    "optimizer/state.safetensors"  # in a folder: vLLM takes every safetensors file beside the model's
+)
 ADAPTER_FOLDER = "adapter"
 
 
@@ -328,23 +330,27 @@ class Learner:
         if self._weights == "shared":
             trained = {name: p.detach() for name, p in self._trained.items()}
             return WeightsRef(self.version, "shared", trained)
+        if self._shards is not None:
+            return WeightsRef(self.version, "copy", self._shards.gather(merged_weights(self.model)))
         # Cloned: the learner may make its next step before a worker has taken these.
-        tensors = {name: whole(tensor).clone() for name, tensor in merged_weights(self.model).items()}
+        tensors = {name: tensor.clone() for name, tensor in merged_weights(self.model).items()}
         return WeightsRef(self.version, "copy", tensors)
 
     def save(self, folder: Path) -> None:
         """Write the policy into `folder`, which exists, in Hugging Face format (adapters merged, and by themselves in
         `adapter/` as peft reads them), and what `load` needs to go on as if nothing had happened.
         """
-        weights = {name: whole(tensor) for name, tensor in merged_weights(self.model).items()}
-        moments = {name: whole(tensor).contiguous() for name, tensor in self._optimizer.state_dict().items()}
-        if self._shards is not None and self._shards.rank > 0:
-            return
+        weights, moments = merged_weights(self.model), self._optimizer.state_dict()
+        if self._shards is not None:
+            weights, moments = self._shards.gather(weights), self._shards.gather(moments)
+            if self._shards.rank > 0:
+                return
         self.model.save_pretrained(folder, state_dict=weights)
         if self._lora is not None:
             (folder / ADAPTER_FOLDER).mkdir()
             save_adapter(self.model, folder / ADAPTER_FOLDER)
-        save_file(moments, folder / OPTIMIZER_FILE)
+        (folder / OPTIMIZER_FILE).parent.mkdir()
+        save_file({name: t.contiguous() for name, t in moments.items()}, folder / OPTIMIZER_FILE)
         body: dict[str, Any] = {
             "format": FORMAT,
             "version": self.version,

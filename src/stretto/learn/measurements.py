@@ -39,7 +39,7 @@ class Measurements:
         return whole
 
     def take(self, shares: Measurements, total: Callable[[FloatArray], FloatArray]) -> None:
-        """What several processes measured, each some of the tokens; `total` sums an array over them."""
+        """What several processes measured, each other tokens; `total` sums an array over them."""
         mine = ~np.isnan(shares.logprobs) | ~np.isnan(shares.loss)
         measured = total(mine.astype(np.float64)) > 0
         for name in ("logprobs", "entropy", "loss", "kl"):

@@ -41,7 +41,7 @@ class Setup:
     rank: int
     count: int
     rendezvous: str  # a file that does not exist yet, where ranks find each other
-    own_device: bool  # it sees no other's GPU
+    own_device: bool  # it sees no other's GPU, and may be on another machine
 
 
 @dataclass(slots=True)
@@ -145,11 +145,12 @@ def _join(setup: Setup) -> Learner:
             )
         torch.cuda.set_device(place)
     model = load_model(config.model)
-    # By itself gloo looks for the address of the host's name, which others could reach.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if not setup.own_device:
+        # All are on this machine. By itself gloo looks for the address of the host's name, which others could reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{setup.rendezvous}",
+        store=dist.FileStore(setup.rendezvous, setup.count),  # type: ignore[attr-defined]
         rank=setup.rank,
         world_size=setup.count,
     )
@@ -177,9 +178,7 @@ def _carry_out(learner: Learner, command: Command, rank: int) -> Done:
             tensors = learner.publish().tensors
             if rank == 0:
                 try:
-                    save_file(
-                        {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, command.path
-                    )
+                    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, command.path)
                 except OSError as error:
                     raise StrettoError(
                         f"weights of version {learner.version}: cannot write {command.path}: {error}"

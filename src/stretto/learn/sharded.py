@@ -6,6 +6,7 @@ import logging
 import pickle
 import secrets
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from stretto.weights import WeightsRef
 logger = logging.getLogger(__name__)
 
 RANK = "stretto.learn.rank"
+ON = "the run goes on from its newest checkpoint with `stretto resume`"
 POLL = 0.1  # seconds between looks at the others, while one has nothing to say
 
 
@@ -49,6 +51,8 @@ class Channel(Protocol):
     def send(self, payload: bytes, /) -> None: ...
 
     def receive(self, within: float) -> bytes | None: ...
+
+    def kill(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -106,13 +110,14 @@ class ShardedLearner:
         config = config.model_copy(update={"threads": max(1, (config.threads or count) // count)})
         rendezvous = str((scratch / f"ranks-{secrets.token_hex(4)}").resolve())
         self._ranks: list[Channel] = []
+        self._talking = threading.Lock()  # a checkpoint may be asked for while a thread has parts accumulated
         self._places = places or Here()
         try:
             for rank in range(count):
                 self._ranks.append(self._places.start(RANK, rank))
                 setup = Setup(config, rank, count, rendezvous, own_device=places is not None)
                 self._ranks[rank].send(_pack(setup))
-            self._collect()
+            self._collect(joining=True)
         except OSError as error:
             self.close()
             raise StrettoError(f"learner.shards = {count}: a process cannot be started: {error}") from error
@@ -154,7 +159,10 @@ class ShardedLearner:
     def close(self) -> None:
         """Kill the processes and remove what they wrote for each other."""
         for rank in self._ranks:
-            rank.close()
+            rank.kill()
+        with self._talking:  # whoever receives has seen their end
+            for rank in self._ranks:
+                rank.close()
         self._places.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -166,12 +174,17 @@ class ShardedLearner:
 
     def _all(self, command: Command) -> Done:
         """Have it carried out by all ranks; what rank 0 answers."""
-        for rank in self._ranks:
-            rank.send(_pack(command))
-        return self._collect()
+        packed = _pack(command)
+        with self._talking:
+            for rank in self._ranks:
+                rank.send(packed)
+            return self._collect()
 
-    def _collect(self) -> Done:
-        """An answer of each rank; rank 0's. Raises StrettoError if one refuses, has failed, or has ended."""
+    def _collect(self, joining: bool = False) -> Done:
+        """An answer of each rank; rank 0's. Raises StrettoError if one refuses, has failed, or has ended.
+
+        `joining`: one that refuses leaves the others waiting for it.
+        """
         replies: dict[int, Reply] = {}
         while len(replies) < len(self._ranks):
             for place, rank in enumerate(self._ranks):
@@ -180,15 +193,14 @@ class ShardedLearner:
                 try:
                     payload = rank.receive(POLL)
                 except ProcessLost as lost:
-                    raise StrettoError(
-                        f"the learner's process {place} {lost}; the run goes on from its newest checkpoint with "
-                        "`stretto resume`"
-                    ) from lost
+                    raise StrettoError(f"the learner's process {place} {lost}; {ON}") from lost
                 if payload is not None:
                     reply: Reply = pickle.loads(payload)  # noqa: S301 -- from our own child
                     replies[place] = reply
                     if isinstance(reply, Failed):
-                        raise StrettoError(f"the learner's process {place} failed: {reply.message}")
+                        raise self._failure(place, reply)
+                    if isinstance(reply, Refused) and joining:
+                        raise StrettoError(reply.message)
         for _, reply in sorted(replies.items()):
             if isinstance(reply, Refused):
                 raise StrettoError(reply.message)
@@ -196,6 +208,18 @@ class ShardedLearner:
         assert isinstance(first, Done)
         self.version = first.version
         return first
+
+    def _failure(self, place: int, failed: Failed) -> StrettoError:
+        """What to say of one that has failed, perhaps since another has died without a word."""
+        logger.error("learner %d: %s", place, failed.message)
+        for other, rank in enumerate(self._ranks):
+            try:
+                if other != place:
+                    rank.receive(POLL)
+            except ProcessLost as lost:
+                return StrettoError(f"the learner's process {other} {lost}; {ON}")
+        last = failed.message.strip().rpartition("\n")[2]
+        return StrettoError(f"the learner's process {place} failed: {last}; {ON}")
 
 
 def _bare(batch: UpdateBatch) -> UpdateBatch:

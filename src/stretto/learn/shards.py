@@ -1,12 +1,13 @@
 """One rank's part of a learner that several processes share: FSDP2 over weights, gradients and optimizer state.
 
 Every rank gets the whole batch, computes its share of the micro-batches, and takes part in every sum; so the update is
-that of one process, up to the order of summation. torch.distributed, slow to import, is imported by those who have it.
+that of one process, up to the order of summation (in bfloat16 up to the rounding of each rank's sums, which one process
+keeps in float32). torch.distributed, slow to import, is imported by those who have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -35,11 +36,22 @@ class Shards:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         inner = [module for module in scorer.modules() if type(module).__name__ in layers]
+        # Divided again after each forward pass: one without a backward would leave the outermost part whole, and later
+        # ones would compute with, and checkpoints hold, what it was before the step.
         for module in (*inner, scorer):
-            fully_shard(module, mesh=self._mesh)
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
+
+    def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All of these tensors, one after the other put together and taken to rank 0's CPU; elsewhere none is kept."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            one = whole(tensor.detach())
+            if self.rank == 0:
+                found[name] = one.cpu()
+        return found
 
     def share(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """The items of this rank, and whether they count. All ranks get as many, since they gather weights together:
