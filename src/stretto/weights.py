@@ -49,6 +49,26 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def weight_shapes(ref: WeightsRef) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that `ref` has or, if it is a `file`, names: then the file's head alone is read.
+
+    Raises StrettoError if the file cannot be read.
+    """
+    if ref.kind != "file":
+        return {name: tuple(tensor.shape) for name, tensor in ref.tensors.items()}
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(ref.location, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(ref, error) from error
+
+
+def _unreadable(ref: WeightsRef, error: Exception) -> StrettoError:
+    return StrettoError(f"weights of version {ref.version}: {ref.location} cannot be read: {error}")
+
+
 def read_weights(ref: WeightsRef) -> WeightsRef:
     """What a `file` names, as a `copy`. Raises StrettoError if the file is missing or not what was published."""
     from safetensors import SafetensorError
@@ -57,9 +77,7 @@ def read_weights(ref: WeightsRef) -> WeightsRef:
     try:
         tensors = load_file(ref.location)
     except (OSError, SafetensorError) as error:
-        raise StrettoError(
-            f"weights of version {ref.version}: {ref.location} cannot be read: {error}"
-        ) from error
+        raise _unreadable(ref, error) from error
     if fingerprint(tensors) != ref.digest:
         raise StrettoError(
             f"weights of version {ref.version}: {ref.location} is not what was published: its fingerprint differs"

@@ -14,11 +14,19 @@ from tests.models import VOCABULARY
 class Oracle:
     """Draws trees at random; a node below the true path is the true next token with probability `knows`.
 
-    `truth` has each request's whole response by id. Checks what it is told against what it was asked.
+    `truth` has each request's whole response by id. Without `branches` trees are paths.
+    Checks what it is told against what it was asked.
     """
 
-    def __init__(self, truth: Mapping[int, Sequence[int]], seed: int, knows: float, nodes: int = 12) -> None:
-        self.truth, self.knows, self.nodes = truth, knows, nodes
+    def __init__(
+        self,
+        truth: Mapping[int, Sequence[int]],
+        seed: int,
+        knows: float,
+        nodes: int = 12,
+        branches: bool = True,
+    ) -> None:
+        self.truth, self.knows, self.nodes, self.branches = truth, knows, nodes, branches
         self.random = np.random.default_rng(seed)
         self.requests: dict[int, tuple[int, int]] = {}  # slot -> id, tokens so far
         self.reusing: set[int] = set()  # ids of requests that emit tokens without drafts
@@ -72,7 +80,18 @@ class Oracle:
             if parent in true and depth <= len(future) and token == future[depth - 1]:
                 true[len(nodes)] = depth
             nodes.append((token, parent, depth))
-        return nodes
+        return nodes if self.branches else self.path(nodes)
+
+    @staticmethod
+    def path(nodes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """The nodes each of which has the one before for its parent, as a tree of their own."""
+        kept: list[tuple[int, int, int]] = []
+        here = -1
+        for node, (token, parent, depth) in enumerate(nodes):
+            if parent == here:
+                kept.append((token, len(kept) - 1, depth))
+                here = node
+        return kept
 
     def observe(self, slots: IntArray, drafts: Drafts, verified: Verified, token_ids: IntArray) -> None:
         assert drafts.counts.size == slots.size == verified.emitted.size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,6 +19,7 @@ pytest.importorskip("vllm", reason="make test-vllm")
 from stretto.config import ModelConfig
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.vllm import VllmEngine
+from stretto.engine.vllm_arguments import _undisturbed
 from stretto.errors import StrettoError
 from stretto.model import load_model, load_model_config, load_tokenizer, location
 from stretto.records import (
@@ -31,7 +34,7 @@ from stretto.records import (
     Stopped,
 )
 from stretto.sampling import request_key
-from stretto.weights import WeightFiles, WeightsRef, read_weights
+from stretto.weights import WeightFiles, WeightsRef
 from tests.engine.drafters import Oracle
 from tests.engine.runs import NOTHING, Run
 
@@ -245,7 +248,17 @@ class TestWeights:
         changing.load(ref, "continue")
         expected = finished(embedded(model_of(tensors, ours=True)), requests(5))
         assert_alike(finished(Run(changing), requests(5)), expected)
-        changing.load(read_weights(ref), "continue")
+        (tmp_path / "weights" / "version-000004.safetensors").write_bytes(b"nothing")
+        with pytest.raises(StrettoError, match="cannot be read"):
+            changing.load(ref, "continue")
+        some = {name: tensor for name, tensor in changed(1).items() if "q_proj" not in name}
+        part = WeightFiles(tmp_path / "part").write(WeightsRef(5, "copy", some))
+        with pytest.raises(StrettoError, match="version 5: .*q_proj.* is missing"):
+            changing.load(part, "continue")
+        whole = WeightFiles(tmp_path / "other").write(WeightsRef(6, "copy", changed(1)))
+        with pytest.raises(StrettoError, match="its fingerprint differs"):
+            changing.load(replace(whole, digest="0"), "continue")
+        assert changing.version == 4
         assert_alike(finished(Run(changing), requests(5)), expected)
 
     def test_prompts_that_are_kept_are_not_those_of_new_weights(self, changing: VllmEngine) -> None:
@@ -310,10 +323,28 @@ def test_requests_that_cannot_be_run_are_refused(vllm_engine: VllmEngine) -> Non
     assert not vllm_engine.has_work
 
 
+def test_what_starting_changes_in_the_process_is_put_back() -> None:
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    torch.manual_seed(1)
+    expected = random.random(), np.random.random(), torch.rand(1)  # noqa: NPY002
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    torch.manual_seed(1)
+    before = dict(os.environ)
+    with _undisturbed():
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        torch.manual_seed(0)
+    assert (random.random(), np.random.random(), torch.rand(1)) == expected  # noqa: NPY002
+    assert os.environ == before
+
+
 def test_drafts_change_no_token_and_save_steps() -> None:
     plain = finished(embedded(), requests())
     for right in (1.0, 0.6):
-        oracle = Oracle(plain.tokens, 1, right)
+        oracle = Oracle(plain.tokens, 1, right, nodes=40, branches=False)
         engine = VllmEngine(
             location("demo"),
             load_model_config(ModelConfig()),

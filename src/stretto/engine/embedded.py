@@ -37,7 +37,7 @@ from stretto.records import (
     Stopped,
 )
 from stretto.sampling import Sampled
-from stretto.weights import WeightsRef
+from stretto.weights import WeightsRef, read_weights
 
 # Parameters, and parameters times tokens, below which a second thread does not speed torch's operations up.
 SMALL_MODEL, SMALL_STEP = 10_000_000, 500_000_000
@@ -145,10 +145,13 @@ class EmbeddedEngine:
             self._events.append(Stopped(self.worker, *name))
 
     def load(self, ref: WeightsRef, running: Running) -> None:
-        """Take new weights; raises `StrettoError`, with nothing changed, if a tensor does not fit the model.
+        """Take new weights; raises `StrettoError`, with nothing changed, if a tensor does not fit the model, or a file
+        is not what was published.
 
         Tensors that `ref` leaves out (frozen ones) keep their values.
         """
+        if ref.kind == "file":
+            ref = read_weights(ref)
         if ref.kind == "copy":
             policy.copy_tensors(ref.tensors, self._model, f"weights of version {ref.version}")
         self.version = ref.version

@@ -33,7 +33,7 @@ from stretto.records import (
     Running,
     Stopped,
 )
-from stretto.weights import WeightsRef
+from stretto.weights import WeightsRef, weight_shapes
 
 OWN = "stretto.engine.vllm_worker"
 
@@ -42,8 +42,8 @@ class VllmEngine:
     """One replica in vLLM with `max_num_seqs` slots; see `stretto.engine.Engine` for the protocol.
 
     `path` names the model as vLLM loads it, `model_config` is its configuration; `arguments` are the user's, by
-    vLLM's names. `max_draft`: tokens that `drafter` may have verified per request and step; of its trees vLLM takes
-    the best path. The rest is as in `stretto.engine.embedded.EmbeddedEngine`.
+    vLLM's names. `max_draft`: tokens that `drafter` may have verified per request and step; its drafts must be
+    paths. The rest is as in `stretto.engine.embedded.EmbeddedEngine`.
     Raises `StrettoError` if there is no vLLM that Stretto knows, or it refuses an argument.
     """
 
@@ -149,8 +149,7 @@ class VllmEngine:
             raise StrettoError(
                 'the vLLM engine has its own weights: fleet.weights = "shared" cannot reach them'
             )
-        if ref.kind == "copy":
-            self._refuse_others(ref)
+        self._refuse_others(ref)
         tensors = {name: tensor.detach() for name, tensor in ref.tensors.items()}
         with one_thread():
             self._llm.collective_rpc("stretto_load", args=(ref.version, tensors, ref.location, ref.digest))
@@ -211,7 +210,7 @@ class VllmEngine:
 
     def _refuse_others(self, ref: WeightsRef) -> None:
         """vLLM fuses matrices and keeps what it is not given of one undefined, so all of them must be there."""
-        given = {name: tuple(tensor.shape) for name, tensor in ref.tensors.items()}
+        given = weight_shapes(ref)
         for name in sorted(given.keys() | self._shapes.keys()):
             if given.get(name) != self._shapes.get(name):
                 has = self._shapes.get(name, "no such tensor")
@@ -297,9 +296,9 @@ class VllmEngine:
 
         running = len(self._slot_of)
         most = max(0, self._max_num_batched_tokens - running)
-        proposal = propose(self._drafter, ready, running, most, self._max_draft)
+        proposal = propose(self._drafter, ready, running, most)
         self._llm.engine_core.engine_core.scheduler.update_draft_token_ids(
-            DraftTokenIds([slot.vllm_id for slot in ready], proposal.token_ids())
+            DraftTokenIds([slot.vllm_id for slot in ready], proposal.token_ids(self._max_draft))
         )
         return proposal
 
@@ -336,7 +335,8 @@ class VllmEngine:
         )
         drafted, accepted = drawn.drafted[rows], emitted - 1
         if self._drafter is not None:
-            proposal.learn(self._drafter, slots, emitted, drawn.token_ids[places])
+            numbers = np.array([slot.number for slot in slots])
+            proposal.learn(self._drafter, numbers, emitted, drawn.token_ids[places])
         self._counters["drafted_tokens"] += int(drafted.sum())
         self._counters["accepted_tokens"] += int(accepted.sum())
         self._counters["decode_tokens"] += int(emitted.sum())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
+import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from stretto.errors import StrettoError, nearest
 
@@ -27,7 +29,6 @@ def require_vllm() -> str:
 
     Raises StrettoError if there is none, it cannot be imported, or it is one that Stretto does not know.
     """
-    os.environ.update(ENVIRONMENT)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -113,21 +114,45 @@ def _said(error: BaseException) -> str:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """vLLM's build for CPUs, while it starts, forbids everybody in the process to set torch's threads, and its look
-    through all modules stumbles over llvmlite, which numba has loaded.
+    """What vLLM changes for everybody in the process while it starts is put back: the environment, which it has read
+    then, the generators, which it seeds, and on CPUs torch's threads, which it forbids to set.
     """
     import torch
 
+    environment = {name: os.environ.get(name) for name in ENVIRONMENT}
     set_threads = torch.set_num_threads
-    hidden = {name: sys.modules.pop(name) for name in ("llvmlite.binding.ffi",) if name in sys.modules}
-    state = torch.get_rng_state()  # vLLM seeds all generators
+    python, legacy, of_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    os.environ.update(ENVIRONMENT)
+    answer_for_llvmlite()
     try:
         with one_thread():
             yield
     finally:
-        sys.modules.update(hidden)
         torch.set_num_threads = set_threads
-        torch.set_rng_state(state)
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002
+        torch.set_rng_state(of_cpu)
+        if of_gpus:
+            torch.cuda.set_rng_state_all(of_gpus)
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def answer_for_llvmlite() -> None:
+    """Have llvmlite's library say that it has no attributes of its own when asked for `__dict__`.
+
+    As it starts, vLLM's build for CPUs looks at every object of every module, and takes what that library answers to
+    any name for a dictionary: where numba has been imported before, no worker could start.
+    """
+    from llvmlite.binding import ffi
+
+    known = getattr(ffi.lib, "_fntab", None)  # functions by name, which is asked first
+    if isinstance(known, dict):
+        known["__dict__"] = {}
 
 
 @contextmanager

@@ -158,6 +158,7 @@ class WorkerExtension:
     """Methods that the engine calls in every worker of its vLLM (`LLMEngine.collective_rpc`)."""
 
     model_runner: Any
+    rank: int
 
     def stretto_prepare(self, alternatives: int) -> None:
         """Draw by key from now on. Raises RuntimeError if this vLLM's runner isn't what Stretto knows."""
@@ -173,9 +174,9 @@ class WorkerExtension:
             runner.rejection_sampler = KeyedVerifier(runner.sampler, self._stretto_draw)
 
     def stretto_drawn(self) -> Drawn | None:
-        """What the last step drew, once."""
+        """What the last step drew, once. All ranks draw the same, so only the first has an answer."""
         drawn, self._stretto_draw.drawn = self._stretto_draw.drawn, None
-        return drawn
+        return drawn if self.rank == 0 else None
 
     def stretto_load(
         self, version: int, tensors: Mapping[str, torch.Tensor], location: str, digest: str

@@ -36,7 +36,6 @@ from stretto.fleet.messages import (
 )
 from stretto.spawn import connect
 from stretto.tally import Tally
-from stretto.weights import read_weights
 
 PR_SET_PDEATHSIG = 1
 
@@ -118,8 +117,7 @@ class Worker:
             case Stop():
                 self.engine.stop(command.ids, command.attempts)
             case Load():
-                ref = command.ref
-                self.engine.load(read_weights(ref) if ref.kind == "file" else ref, command.running)
+                self.engine.load(command.ref, command.running)
             case Remember() if self.drafter is not None:
                 self.drafter.remember([past.rollout() for past in command.pasts])
             case Restore() if self.drafter is not None:

@@ -25,6 +25,7 @@ import numpy as np
 from stretto.draft import MAX_NODES, Drafts, Verified, no_drafts
 from stretto.draft.budget import make_budget
 from stretto.draft.drafter import HistoryDrafter as TreeDrafter
+from stretto.draft.paths import judge
 from stretto.history.index import GIBIBYTE, HistoryIndex
 from stretto.integrations.vllm_cost import StepTimes
 from stretto.integrations.vllm_fixes import install
@@ -32,8 +33,7 @@ from stretto.integrations.vllm_folder import HistoryFolder, fingerprint, read_ru
 from stretto.integrations.vllm_history import OnlineHistory, Rewards, append_reward
 from stretto.integrations.vllm_rows import New, Rows, Step, TokenArray
 from stretto.integrations.vllm_settings import read_settings
-from stretto.records import BoolArray, IntArray, Request, Rollout, SamplingParams, prompt_uid
-from stretto.sampling import kernel
+from stretto.records import Request, Rollout, SamplingParams, prompt_uid
 
 logger = logging.getLogger(__name__)
 
@@ -50,43 +50,6 @@ def reward(path: str | Path, prompt_token_ids: Sequence[int], token_ids: Sequenc
     """
     prompt, response = (np.asarray(ids, np.int64) for ids in (prompt_token_ids, token_ids))
     append_reward(Path(path), prompt, response, value)
-
-
-@kernel()
-def _judge(
-    slots: IntArray,
-    gone: BoolArray,
-    counts: IntArray,
-    drafted: IntArray,
-    texts: TokenArray,
-    begins: IntArray,
-    ends: IntArray,
-) -> tuple[BoolArray, BoolArray, IntArray, IntArray]:
-    """`reached`, `accepted` (N,) and `emitted` (R,) of the paths drafted for `slots` (R,), and what was, (T,).
-
-    A node that equals what was emitted was accepted, and one after accepted ones that does not was put to the test.
-    vLLM may cut a draft short: its end then looks accepted if the token that was sampled there was the same.
-    """
-    reached, accepted = np.zeros(drafted.size, np.bool_), np.zeros(drafted.size, np.bool_)
-    emitted = np.zeros(slots.size, np.int64)
-    most = 0
-    for slot in slots:
-        most += ends[slot] - begins[slot]
-    tokens = np.empty(most, np.int64)
-    at = said = 0
-    for r in range(slots.size):
-        slot = slots[r]
-        new = 0 if gone[r] else ends[slot] - begins[slot]
-        emitted[r] = new
-        tokens[said : said + new] = texts[slot, begins[slot] : begins[slot] + new]
-        said += new
-        for i in range(min(counts[r], new)):
-            reached[at + i] = True
-            if drafted[at + i] != texts[slot, begins[slot] + i]:
-                break
-            accepted[at + i] = True
-        at += counts[r]
-    return reached, accepted, emitted, tokens[:said]
 
 
 class HistoryDrafter:
@@ -218,9 +181,11 @@ class HistoryDrafter:
         gone = np.zeros(slots.size, np.bool_)
         if step.left:
             gone = np.isin(slots, [left.slot for left in step.left])
-        reached, accepted, emitted, tokens = _judge(
-            slots, gone, drafts.counts, drafts.token_ids, rows.texts, rows.last, rows.length
-        )
+        begins = rows.last[slots]
+        emitted = np.where(gone, 0, rows.length[slots] - begins)
+        begins += slots * rows.texts.shape[1]
+        texts = rows.texts.reshape(-1)
+        reached, accepted, tokens = judge(drafts.counts, drafts.token_ids, begins, emitted, texts)
         self._drafter.observe(slots, drafts, Verified(reached, accepted, emitted), tokens)
         if clean:
             self.cost.observe(slots.size, drafts.token_ids.size, began - self._began)

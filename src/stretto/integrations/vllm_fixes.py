@@ -6,14 +6,15 @@ floats and never copies back, so tokens are drawn at whatever temperature was in
 distribution shows it. Installed by the entry point `stretto` of the group `vllm.general_plugins`, before any worker
 starts, and by the drafter.
 
-Replacing kernels, such a build looks at every object of every module, and takes what llvmlite's library answers to any
-name for a dictionary: a process that has imported numba before could start no worker.
+Another, that no worker starts where numba has been imported, is `stretto.engine.vllm_arguments.answer_for_llvmlite`'s.
 """
 
 from __future__ import annotations
 
 import logging
 from typing import Any
+
+from stretto.engine.vllm_arguments import answer_for_llvmlite
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def install() -> None:
 
     if not current_platform.is_cpu() or HAS_TRITON:
         return
-    _answer_for_llvmlite()
+    answer_for_llvmlite()
     try:
         from vllm.utils import cpu_triton_utils
     except ImportError:  # a version without these kernels
@@ -43,15 +44,6 @@ def install() -> None:
     ):  # it has: the package is on the path but was never installed
         registered._impl = expand
     logger.info("vLLM's CPU kernel that expands temperatures to drafted tokens is wrong: replaced")
-
-
-def _answer_for_llvmlite() -> None:
-    """Have llvmlite's library say that it has no attributes of its own when asked for `__dict__`."""
-    from llvmlite.binding import ffi
-
-    known = getattr(ffi.lib, "_fntab", None)  # functions by name, which is asked first
-    if isinstance(known, dict):
-        known["__dict__"] = {}
 
 
 def expands(kernel: Any) -> bool:
