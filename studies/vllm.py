@@ -3,8 +3,9 @@
     python -m studies.vllm [--seeds 3] [--samples 4] [--results FOLDER] [--key value ...]
 
 Needs vLLM (`make study-vllm` makes its environment). Each trained policy answers the held-out puzzles `--samples`
-times with the same noise, so the difference is paired: per puzzle, averaged over seeds and samples. Its 95 % interval
-is over puzzles, given the trained policies; the seeds' own differences are printed beside it. Writes
+times with the same noise, so the difference is paired. Two intervals of it are given, 95 % each. Over puzzles, given
+these policies: averaged over seeds and samples, it says what other puzzles would have changed. Over seeds, by Student's
+t: it says what other trainings would have, which is what is asked here; with three seeds it is wide. Writes
 `FOLDER/table.md`. Called again, the study goes on.
 """
 
@@ -31,6 +32,9 @@ ARMS: dict[str, tuple[str, ...]] = {
     "vllm": ("--engine.kind", "vllm"),
     "vllm, 2 processes": ("--engine.kind", "vllm", "--fleet.kind", "processes", "--fleet.workers", "2"),
 }
+NORMAL = 1.96
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Two-sided 95 % quantiles, of 1, 2, ... degrees of freedom for the latter."""
 COLUMNS = {  # figure -> title, digits
     "accuracy": ("held-out accuracy", 4),
     "mismatch_max": ("largest difference of engine's and learner's log-probs", 7),
@@ -81,7 +85,7 @@ def answered(run: Path, samples: int) -> list[float]:
 
 
 def difference(cells: Sequence[Cell], arm: str) -> str:
-    """A sentence: `arm` minus embedded, with its interval over puzzles, and by seed."""
+    """A sentence: `arm` minus embedded, with its intervals over puzzles and over seeds, and by seed."""
 
     def of(name: str) -> FloatArray:
         rows = sorted((cell for cell in cells if cell["arm"] == name), key=lambda cell: int(cell["seed"]))
@@ -89,12 +93,20 @@ def difference(cells: Sequence[Cell], arm: str) -> str:
 
     each = of(arm) - of("embedded")  # (seeds, puzzles)
     puzzles = each.mean(axis=0)
-    half = 1.96 * puzzles.std(ddof=1) / np.sqrt(puzzles.size)
-    seeds = ", ".join(f"{100 * value:+.2f}" for value in each.mean(axis=1))
-    return (
-        f"{arm} minus embedded: {100 * puzzles.mean():+.2f} points of accuracy, 95 % interval "
-        f"{100 * (puzzles.mean() - half):+.2f} to {100 * (puzzles.mean() + half):+.2f}; by seed {seeds}\n"
+    seeds = 100 * each.mean(axis=1)
+    by_seed = ", ".join(f"{value:+.2f}" for value in seeds)
+    text = (
+        f"{arm} minus embedded, points of accuracy: mean over {seeds.size} seeds {seeds.mean():+.2f} "
+        f"(by seed {by_seed}); 95 % interval over puzzles, given these policies, {_interval(100 * puzzles, NORMAL)}"
     )
+    if 1 < seeds.size <= len(STUDENT) + 1:
+        text += f"; over seeds {_interval(seeds, STUDENT[seeds.size - 2])}"
+    return text + "\n"
+
+
+def _interval(values: FloatArray, quantile: float) -> str:
+    half = quantile * values.std(ddof=1) / np.sqrt(values.size)
+    return f"{values.mean() - half:+.2f} to {values.mean() + half:+.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
