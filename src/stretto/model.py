@@ -8,9 +8,11 @@ edited, so one module serves several callers.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,6 +99,11 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             "its tokenizer_config.json, or name another tokenizer with model.tokenizer"
         )
     return tokenizer
+
+
+def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
+    """Of a tokenizer's `get_vocab()`: what token ids mean."""
+    return blake2b(json.dumps(sorted(vocabulary.items())).encode(), digest_size=16).hexdigest()
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from transformers import TrainerCallback
 
 from stretto.errors import StrettoError
 from stretto.integrations.trl import HistoryRollout
+from stretto.integrations.trl_history import HistoryFolder
 from tests.integrations.trl_runs import Ran, brief, prepare, right, run
 
 PLAIN = {"draft.budget": "none"}
@@ -260,7 +263,7 @@ class TestResume:
     def test_keeps_the_newest_visits_only(self, tmp_path: Path) -> None:
         config = {**DRAFTED, "history.window": 1}
         run(tmp_path, HistoryRollout(config, history_dir=tmp_path / "h"), max_steps=6)
-        assert sorted(path.name for path in (tmp_path / "h").iterdir()) == [
+        assert sorted(path.name for path in (tmp_path / "h").glob("*.parquet")) == [
             "round-000004.parquet",
             "round-000005.parquet",
         ]
@@ -271,6 +274,45 @@ class TestResume:
         ran = run(tmp_path / "b", HistoryRollout(DRAFTED, history_dir=tmp_path / "h"), max_steps=1)
         assert "nothing is drafted from" in caplog.text
         assert ran.logged("stretto/tokens_per_step")[0] > 1.5
+
+    def test_a_full_disk_is_said_once_and_ends_nothing(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        history = tmp_path / "h"
+        for number in range(8):  # nothing can be put in a folder's place
+            (history / f"round-{number:06}.parquet" / "taken").mkdir(parents=True)
+        folder = HistoryFolder(history, {"a": 0}, window=1, max_bytes=1 << 20, writes=True)
+        for number in range(2):
+            folder.write([], number)
+        assert caplog.text.count("responses are not kept for a later start") == 1
+
+    def test_belongs_to_one_script_at_a_time(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        history = tmp_path / "h"
+        code = (
+            "import sys; from pathlib import Path; from stretto.lock import Lock; "
+            "lock = Lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+        )
+        history.mkdir()
+        command = [sys.executable, "-c", code, str(history / "lock")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"held\n"
+            ran = prepare(tmp_path / "a", HistoryRollout(DRAFTED, history_dir=history))
+            with pytest.raises(StrettoError, match=f"is being written by process {other.pid}"):
+                ran.trainer.train()
+            other.communicate()
+        first = HistoryFolder(history, {"a": 0}, window=1, max_bytes=1 << 20, writes=True)
+        second = HistoryFolder(history, {"a": 0}, window=1, max_bytes=1 << 20, writes=True)
+        second.write([], 0)
+        first.write([], 1)  # the one that came later has it
+        assert [path.name for path in history.glob("*.parquet")] == ["round-000000.parquet"]
+        assert "responses are not kept" in caplog.text
+
+    def test_refuses_another_tokenizers_history(self, tmp_path: Path) -> None:
+        HistoryFolder(tmp_path, {"a": 0, "b": 1}, window=1, max_bytes=1, writes=True).release()
+        HistoryFolder(tmp_path, {"b": 1, "a": 0}, window=1, max_bytes=1, writes=False)
+        with pytest.raises(StrettoError, match="has the history of another tokenizer"):
+            HistoryFolder(tmp_path, {"a": 1, "b": 0}, window=1, max_bytes=1, writes=False)
 
     def test_refuses_another_models_history(self, tmp_path: Path) -> None:
         run(tmp_path / "a", HistoryRollout(DRAFTED, history_dir=tmp_path / "h"), max_steps=2)
@@ -329,6 +371,14 @@ class TestRefusals:
     def test_of_keys(self, config: dict[str, Any], message: str) -> None:
         with pytest.raises(StrettoError, match=message):
             HistoryRollout(config)
+
+    def test_of_a_trl_without_the_names_that_are_needed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ran = prepare(tmp_path, HistoryRollout(DRAFTED))
+        monkeypatch.delattr(type(ran.trainer), "_log_metric")
+        with pytest.raises(StrettoError, match=r"has no _log_metric, .*pip install 'trl==1\.16\.0'"):
+            ran.trainer.train()
 
     def test_of_a_model_family(self, tmp_path: Path) -> None:
         ran = prepare(tmp_path, HistoryRollout(DRAFTED))

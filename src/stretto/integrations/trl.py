@@ -149,7 +149,13 @@ class HistoryRollout:
         if self._history_dir is not None:
             history = config.history
             max_bytes = int(history.max_gib * 2**30)
-            self._folder = HistoryFolder(self._history_dir, window=history.window, max_bytes=max_bytes)
+            self._folder = HistoryFolder(
+                self._history_dir,
+                trainer.processing_class.get_vocab(),
+                window=history.window,
+                max_bytes=max_bytes,
+                writes=trainer.accelerator.is_main_process,
+            )
             for rollouts in self._folder.load(int(model.config.vocab_size)):
                 if self._drafter is not None:
                     self._drafter.remember(rollouts)
@@ -159,7 +165,7 @@ class HistoryRollout:
                 "resumed without history_dir: nothing is drafted from history before a prompt comes again"
             )
         self._trainer = trainer
-        trainer.add_callback(_Boundaries(self._seen.clear, self._remember))
+        trainer.add_callback(_Boundaries(self._seen.clear, self._remember, self._end))
 
     def _max_model_len(self, trainer: Any, prompt_ids: Sequence[IntArray], how: SamplingParams) -> int:
         """Tokens that the longest of these prompts and its response can have."""
@@ -283,12 +289,19 @@ class HistoryRollout:
                 self._folder.write(rollouts, self._round)
         self._round += 1
 
+    def _end(self) -> None:
+        self._remember()
+        if self._folder is not None:
+            self._folder.release()
+
 
 class _Boundaries(TrainerCallback):
     """Tells a rollout function what the trainer does between its calls."""
 
-    def __init__(self, evaluated: Callable[[], None], saving: Callable[[], None]) -> None:
-        self._evaluated, self._saving = evaluated, saving
+    def __init__(
+        self, evaluated: Callable[[], None], saving: Callable[[], None], ended: Callable[[], None]
+    ) -> None:
+        self._evaluated, self._saving, self._ended = evaluated, saving, ended
 
     def on_evaluate(self, *args: Any, **state: Any) -> None:
         self._evaluated()
@@ -297,7 +310,7 @@ class _Boundaries(TrainerCallback):
         self._saving()
 
     def on_train_end(self, *args: Any, **state: Any) -> None:
-        self._saving()
+        self._ended()
 
 
 def _configuration(config: Mapping[str, Any]) -> Config:

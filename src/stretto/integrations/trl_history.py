@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
+from stretto.atomic import write_atomically
 from stretto.drafting import Newest
 from stretto.errors import StrettoError
 from stretto.history.log import read_answered, read_rollouts, write_rollouts
+from stretto.lock import Lock
+from stretto.model import vocabulary_hash
 from stretto.records import Rollout
 
 logger = logging.getLogger(__name__)
 
 PATTERN = "round-*.parquet"
+_WRITERS: WeakValueDictionary[Path, HistoryFolder] = WeakValueDictionary()
+"""Of this process, by folder: who begins again there, as in a notebook after an interruption, takes over."""
 
 
 class HistoryFolder:
@@ -23,8 +30,13 @@ class HistoryFolder:
     a checkpoint or anew, drafts from what the folder has.
     """
 
-    def __init__(self, path: Path, *, window: int, max_bytes: int) -> None:
-        """Make the folder, if it is not there. Raises StrettoError if that is not possible."""
+    def __init__(
+        self, path: Path, vocabulary: Mapping[str, int], *, window: int, max_bytes: int, writes: bool
+    ) -> None:
+        """Make the folder, if it is not there. `vocabulary`: the tokenizer's; `writes`: False in all processes but one.
+
+        Raises StrettoError if that is not possible, the folder is another tokenizer's, or another process writes there.
+        """
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -32,6 +44,15 @@ class HistoryFolder:
         self.path, self._max_bytes = path, max_bytes
         self._newest = Newest(window)
         self.next_round = 0
+        self._failed = False
+        self._lock: Lock | None = None
+        if writes:
+            key = path.resolve()
+            if (before := _WRITERS.get(key)) is not None:
+                before.release()
+            self._lock = Lock(path / "lock")
+            _WRITERS[key] = self
+        _check_tokenizer(path / "history.json", vocabulary_hash(vocabulary), writes)
 
     def load(self, vocabulary: int) -> Iterator[list[Rollout]]:
         """The responses that are to be remembered, one round at a time, oldest first.
@@ -63,7 +84,26 @@ class HistoryFolder:
             yield kept
 
     def write(self, rollouts: Sequence[Rollout], round: int) -> None:
-        """Keep a round's responses, and remove the files that nothing will be read from any more."""
+        """Keep a round's responses, and remove the files that nothing will be read from any more.
+
+        Where the disk refuses, that is said once, and costs nothing but the history of a later start.
+        """
+        try:
+            self._write(rollouts, round)
+        except (StrettoError, OSError) as error:
+            if not self._failed:
+                logger.warning("history_dir: responses are not kept for a later start: %s", error)
+            self._failed = True
+
+    def release(self) -> None:
+        """Let others write, until this one does again."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _write(self, rollouts: Sequence[Rollout], round: int) -> None:
+        if self._lock is None:
+            self._lock = Lock(self.path / "lock")
         write_rollouts(self._file(round), rollouts, step=round)
         for rollout in rollouts:
             self._newest.add(rollout.prompt.uid, rollout.visit, round)
@@ -71,7 +111,7 @@ class HistoryFolder:
         for number in sorted(rounds, reverse=True):
             size += rounds[number].stat().st_size
             if number != round and (number not in needed or size > self._max_bytes):
-                rounds[number].unlink()
+                rounds[number].unlink(missing_ok=True)
 
     def _file(self, round: int) -> Path:
         return self.path / f"round-{round:06}.parquet"
@@ -84,3 +124,21 @@ class HistoryFolder:
             if number.isdecimal():
                 found[int(number)] = path
         return found
+
+
+def _check_tokenizer(note: Path, ours: str, writes: bool) -> None:
+    """Raise StrettoError if `note` names another tokenizer; a folder that has none gets it."""
+    try:
+        found = json.loads(note.read_bytes())
+        theirs = found["tokenizer"]
+    except FileNotFoundError:
+        if writes:
+            write_atomically(note, json.dumps({"tokenizer": ours}).encode())
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StrettoError(f"history_dir: {note} is damaged: {error}; name another folder") from error
+    if theirs != ours:
+        raise StrettoError(
+            f"history_dir: {note.parent} has the history of another tokenizer ({theirs}, this model's is {ours}): its "
+            "token ids mean other text; name another folder"
+        )

@@ -16,6 +16,8 @@ from stretto.records import SamplingParams
 T = TypeVar("T")
 
 OLDEST = (1, 16)
+PRIVATE = ("_tokenize_prompts", "_log_metric", "generation_kwargs")
+"""Of the trainer: not promised by TRL, and without another way to what they do."""
 USED = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "eos_token_id")
 """Keys of a generation configuration that decide what is drawn."""
 WITHOUT_EFFECT = ("pad_token_id", "bos_token_id", "cache_implementation", "use_cache", "disable_compile")
@@ -43,6 +45,12 @@ def refuse_unsupported(trainer: Any) -> None:
         raise StrettoError(
             "GRPOConfig.use_vllm = True: then vLLM generates, and Stretto's drafter goes into vLLM (docs/trl.md); "
             "HistoryRollout is for use_vllm = False"
+        )
+    missing = [name for name in PRIVATE if not hasattr(trainer, name)]
+    if missing:
+        raise StrettoError(
+            f"trl {installed}: its GRPOTrainer has no {' and no '.join(missing)}, by which HistoryRollout tokenises, "
+            "generates and logs as it does: pip install 'trl==1.16.0', or a newer Stretto"
         )
     if trainer.tools or getattr(trainer, "environment_factories", None):
         raise StrettoError(
@@ -139,7 +147,8 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     """For a while, `model` is in evaluation mode and has our attention; afterwards it is as it was found.
 
     Its weights stay where they are. The trainer's own passes need the attention and the modes that it has set, so both
-    are given back whatever happens meanwhile.
+    are given back whatever happens meanwhile. (Only the attention's arguments can be chosen per call: which one is
+    called, transformers' layers look up in the configuration. A model that we load has ours from the beginning.)
     """
     config: Any = model.config
     attention = config._attn_implementation

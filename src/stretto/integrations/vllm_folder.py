@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,14 @@ def fingerprint(model_config: Any) -> Fingerprint:
 def _tokenizer_hash(path: str, revision: str | None = None) -> str | None:
     from transformers import AutoTokenizer
 
+    from stretto.model import vocabulary_hash
+
     try:
         vocabulary = AutoTokenizer.from_pretrained(path, revision=revision).get_vocab()
     except (OSError, ValueError, KeyError) as error:
         logger.warning("tokenizer %s cannot be compared with the history's: %s", path, error)
         return None
-    return blake2b(json.dumps(sorted(vocabulary.items())).encode(), digest_size=16).hexdigest()
+    return vocabulary_hash(vocabulary)
 
 
 def _check(where: Path, theirs: Fingerprint, ours: Fingerprint) -> None:
