@@ -58,7 +58,9 @@ class Engine(Protocol):
         """Let go of these requests; each is answered by `Stopped`. Unknown pairs are ignored."""
 
     def load(self, ref: WeightsRef, running: Running) -> None:
-        """Take new weights before the next step; answered by `Loaded` (and `Stopped` if running="stop")."""
+        """Take new weights before the next step, reading them where they are a `file`; answered by `Loaded` (and
+        `Stopped` if running="stop").
+        """
 
     def step(self) -> list[Event]:
         """One forward pass over what is running, after admitting what fits; its events in order."""
