@@ -117,6 +117,21 @@ def test_rows_that_swap_keep_their_slots() -> None:
     assert newest(batch.rows, before[0]) == [7, 8]
 
 
+def test_long_rows_that_swap_are_seen() -> None:
+    """Texts of one length are told apart by their ends and some places before, not read whole."""
+    random = np.random.default_rng(0)
+    rows = Rows(2, 1000)
+    tokens = random.integers(0, 9, (2, 1000)).astype(np.int32)
+    tokens[1, 800:] = tokens[0, 800:]  # they differ before only
+    one = np.ones(2, np.int64)
+    before = rows.follow(one, 900 * one, tokens).slots.tolist()
+    assert rows.follow(one, 901 * one, tokens).slots.tolist() == before
+    step = rows.follow(one, 902 * one, tokens[::-1].copy())
+    assert step.slots.tolist() == before[::-1]
+    assert not step.new
+    assert not step.left
+
+
 def test_a_request_that_comes_back_keeps_its_prompt() -> None:
     """After a preemption its row holds prompt and response; only what was seen before tells where one begins."""
     batch = Batch(2)

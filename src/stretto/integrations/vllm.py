@@ -11,12 +11,12 @@ what is drafted changes how fast tokens come and not their distribution. Setting
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from stretto.history.index import GIBIBYTE, HistoryIndex
 from stretto.integrations.vllm_cost import StepTimes
 from stretto.integrations.vllm_fixes import install
 from stretto.integrations.vllm_folder import HistoryFolder, fingerprint, read_run
-from stretto.integrations.vllm_history import OnlineHistory, Rewards, append_reward
+from stretto.integrations.vllm_history import Graded, OnlineHistory, Rewards, append_rewards
 from stretto.integrations.vllm_rows import New, Rows, Step, TokenArray
 from stretto.integrations.vllm_settings import read_settings
 from stretto.records import Request, Rollout, SamplingParams, prompt_uid
@@ -38,6 +38,9 @@ from stretto.records import Request, Rollout, SamplingParams, prompt_uid
 logger = logging.getLogger(__name__)
 
 PLAIN_EVERY = 64  # steps: one without drafts, so that their price stays known
+WAITING_SHARE = (
+    4  # of the history's memory, this part as much again is for responses that are not history yet
+)
 PAUSE = 8  # steps, of which one is drafted for while nothing is worth it
 
 
@@ -48,8 +51,18 @@ def reward(path: str | Path, prompt_token_ids: Sequence[int], token_ids: Sequenc
     vLLM returned them (`RequestOutput.prompt_token_ids`, `CompletionOutput.token_ids`). Raises StrettoError if the disk
     refuses.
     """
-    prompt, response = (np.asarray(ids, np.int64) for ids in (prompt_token_ids, token_ids))
-    append_reward(Path(path), prompt, response, value)
+    rewards(path, [(prompt_token_ids, token_ids, value)])
+
+
+def rewards(path: str | Path, graded: Iterable[tuple[Sequence[int], Sequence[int], float]]) -> None:
+    """Report those of many at once: prompt's ids, response's ids, reward. The disk is waited for once."""
+    append_rewards(
+        Path(path),
+        (
+            Graded(np.asarray(prompt, np.int64), np.asarray(response, np.int64), value)
+            for prompt, response, value in graded
+        ),
+    )
 
 
 class HistoryDrafter:
@@ -91,11 +104,14 @@ class HistoryDrafter:
         self._steps = 0
         self._folder: HistoryFolder | None = None
         self._history: OnlineHistory | None = None
+        self._closed = False
         if not self._idle:
             first = self._read(settings.history, settings.warm_from, settings.window)
-            rewards = Rewards(Path(settings.rewards)) if settings.rewards is not None else None
-            self._history = OnlineHistory(self._remember, rewards, first)
-            atexit.register(_close, weakref.ref(self))
+            heard = Rewards(Path(settings.rewards)) if settings.rewards is not None else None
+            most = int(settings.max_gib * GIBIBYTE / WAITING_SHARE)
+            self._history = OnlineHistory(self._remember, heard, first, most)
+            # Unlike atexit's, these are called in a forked worker's end too.
+            Finalize(None, _close, (weakref.ref(self),), exitpriority=1)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: vLLM calls it with its model."""
@@ -116,15 +132,18 @@ class HistoryDrafter:
         if self._idle:
             return [[] for _ in sampled_token_ids]
         began = time.perf_counter()
+        if self._history is not None:
+            self._history.step()
+        if self._folder is not None:
+            self._folder.step()
         counts = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
         step = self._rows.follow(counts, num_tokens_no_spec, token_ids_cpu)
         self._learn(step, began, clean=not step.new and bool((counts > 0).all()))
         for left in step.left:
             self._drafter.end(left.slot, left.tokens.size - left.prompt if left.stopped else None)
             if self._history is not None:
-                text = left.tokens.astype(np.int64)
                 uid = self._uids[left.slot]
-                self._history.ended(uid, left.serial, text[: left.prompt], text[left.prompt :])
+                self._history.ended(uid, left.serial, left.tokens, left.prompt, left.stopped)
         for new in step.new:
             self._begin(new)
         found = self._draft(step)
@@ -133,11 +152,11 @@ class HistoryDrafter:
 
     def close(self) -> None:
         """What is known goes to its folder, if there is one; called at the process's end as well."""
+        self._closed = True
         if self._history is not None:
             for slot in self._rows.running:
-                text = self._rows.texts[slot, : self._rows.length[slot]].astype(np.int64)
-                prompt = int(self._rows.prompt[slot])
-                self._history.ended(self._uids[slot], -1 - slot, text[:prompt], text[prompt:])
+                text = self._rows.texts[slot, : self._rows.length[slot]]
+                self._history.ended(self._uids[slot], -1 - slot, text, int(self._rows.prompt[slot]))
             self._history.flush()
             self._history = None
         if self._folder is not None:
@@ -160,7 +179,7 @@ class HistoryDrafter:
                 self._drafter.remember(rollouts)
         if history is None:
             return 0
-        self._folder = HistoryFolder(Path(history), known, self._config.parallel_config.data_parallel_rank)
+        self._folder = HistoryFolder(Path(history), known)
         newest = 0
         for rollouts in self._folder.read(window):
             self._drafter.remember(rollouts)
@@ -168,7 +187,8 @@ class HistoryDrafter:
         return newest
 
     def _remember(self, rollouts: list[Rollout]) -> None:
-        self._drafter.remember(rollouts)
+        if not self._closed:
+            self._drafter.remember(rollouts)
         if self._folder is not None:
             self._folder.append(rollouts)
 
@@ -195,9 +215,7 @@ class HistoryDrafter:
         prompt, response = text[: new.prompt], text[new.prompt :]
         uid = self._uids[new.slot] = prompt_uid(prompt)
         if self._history is not None:  # not closed
-            if new.back is not None:
-                self._history.back(uid, new.back.serial)
-            self._history.began(uid)
+            self._history.began(uid, None if new.back is None else new.back.serial)
         group = int(uid[:15], 16)  # siblings share what the drafter keeps of their prompt
         self._drafter.begin(new.slot, Request(0, 0, group, prompt, response, 0, 0, SamplingParams()))
 

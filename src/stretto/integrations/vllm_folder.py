@@ -4,7 +4,8 @@
           rank-0/rollouts-000012.parquet    responses, as in a run's log (`stretto.history.log`)
           rank-0/lock                       held by the process that writes there
 
-Each data-parallel rank writes files of its own and reads all.
+Each engine writes to the first `rank-N` that nobody else writes to, and reads all: data-parallel ranks, replicas of a
+trainer, servers side by side. Visits are numbered by the clock, so those of all of them have one order.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from stretto.atomic import disk_errors, remove_atomically, remove_leftovers, write_atomically
+from stretto.atomic import TEMPORARY, disk_errors, remove_atomically, remove_leftovers, write_atomically
 from stretto.errors import StrettoError
 from stretto.history.log import read_answered, read_rollouts, write_rollouts
 from stretto.lock import Lock
@@ -27,8 +29,9 @@ from stretto.records import Rollout
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-SEGMENT = 256  # responses of a file
-EVERY = 60.0  # seconds; what has ended is written at the latest then, with the next that ends
+SEGMENT = 256  # responses of a file,
+SEGMENT_TOKENS = 1 << 21  # and of these together
+EVERY = 60.0  # seconds; what has ended is written at the latest then, with the next step
 LARGEST = 1 << 30  # bytes of one rank's files; the oldest are removed
 ANOTHER_RUN = 1 << 20  # subtracted from a run's visits: older than any of ours
 
@@ -122,27 +125,32 @@ def read_run(path: Path, ours: Fingerprint, window: int) -> Iterator[list[Rollou
 
 
 class HistoryFolder:
-    """One rank's part of the folder, written by a thread, and everybody's, read once."""
+    """One engine's part of the folder, written by a thread, and everybody's, read once."""
 
-    def __init__(self, path: Path, ours: Fingerprint, rank: int = 0) -> None:
-        """Creates what is not there. Raises StrettoError if the folder has other things in it, another tokenizer's
-        history, or another process that writes there.
+    def __init__(self, path: Path, ours: Fingerprint) -> None:
+        """Creates what is not there. Raises StrettoError if the folder has other things in it or another tokenizer's
+        history.
         """
         self.path, self._vocabulary = path, int(ours["vocabulary"])
         note = path / "history.json"
-        if path.exists() and not note.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise StrettoError(f"history: {path} is there and no history's folder (it has no history.json)")
-        self._mine = path / f"rank-{rank}"
-        with disk_errors(self._mine):
-            self._mine.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            # Another engine that starts now puts the note there first; until it is whole it has another name.
+            there = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
+            if note.name not in there and any(not name.startswith(TEMPORARY) for name in there):
+                raise StrettoError(
+                    f"history: {path} is there and no history's folder (it has no history.json)"
+                )
+        with disk_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
         if note.exists():
             _check(note, _read_note(note), ours)
         else:
             write_atomically(note, json.dumps(ours, indent=1).encode())
-        self._lock = Lock(self._mine / "lock")
+        self._mine, self._lock = _first_free(path)
         remove_leftovers(self._mine)
         self._next = max((_number(file) for file in self._files(self._mine)), default=0) + 1
         self._waiting: list[Rollout] = []
+        self._tokens = 0  # of these
         self._written = time.monotonic()
         self._thread = ThreadPoolExecutor(1, "history-folder")
         self._failed = False
@@ -156,13 +164,20 @@ class HistoryFolder:
     def append(self, rollouts: Sequence[Rollout]) -> None:
         """Keep these; they are written a file at a time, in the background."""
         self._waiting.extend(rollouts)
-        if len(self._waiting) >= SEGMENT or time.monotonic() - self._written > EVERY:
+        self._tokens += sum(rollout.token_ids.size for rollout in rollouts)
+        if len(self._waiting) >= SEGMENT or self._tokens >= SEGMENT_TOKENS:
+            self._write()
+
+    def step(self) -> None:
+        """To be called now and then: what waits is not kept waiting for a file's worth."""
+        if self._waiting and time.monotonic() - self._written > EVERY:
             self._write()
 
     def close(self) -> None:
-        """Write what is left, and let others write."""
-        self._write()
+        """Write what is left, here: at a process's end threads take no more work. Let others write."""
         self._thread.shutdown()
+        if self._waiting:
+            self._put(*self._segment())
         self._lock.release()
 
     @staticmethod
@@ -170,11 +185,18 @@ class HistoryFolder:
         return sorted(folder.glob("rollouts-*.parquet"))
 
     def _write(self) -> None:
-        if self._waiting:
-            path = self._mine / f"rollouts-{self._next:06}.parquet"
-            self._thread.submit(self._put, path, self._waiting, self._next)
-            self._waiting, self._written = [], time.monotonic()
-            self._next += 1
+        segment = self._segment()
+        try:
+            self._thread.submit(self._put, *segment)
+        except RuntimeError:  # the process is about to end
+            self._put(*segment)
+
+    def _segment(self) -> tuple[Path, list[Rollout], int]:
+        """The next file: its path, what belongs in it, and its number."""
+        segment = self._mine / f"rollouts-{self._next:06}.parquet", self._waiting, self._next
+        self._waiting, self._tokens, self._written = [], 0, time.monotonic()
+        self._next += 1
+        return segment
 
     def _put(self, path: Path, rollouts: list[Rollout], number: int) -> None:
         """In the thread: write a file, and remove the oldest where there are too many."""
@@ -189,6 +211,20 @@ class HistoryFolder:
             if not self._failed:
                 logger.warning("the history is not kept: %s", error)
             self._failed = True
+
+
+def _first_free(path: Path) -> tuple[Path, Lock]:
+    """The first of the folder's `rank-N` that nobody writes to, and the lock on it."""
+    for rank in count():
+        mine = path / f"rank-{rank}"
+        with disk_errors(mine):
+            mine.mkdir(exist_ok=True)
+        try:
+            return mine, Lock(mine / "lock")
+        except StrettoError as error:
+            if not isinstance(error.__cause__, BlockingIOError):
+                raise
+    raise AssertionError("unreachable")
 
 
 def _read_note(note: Path) -> Fingerprint:

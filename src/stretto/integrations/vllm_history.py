@@ -1,7 +1,9 @@
 """When what vLLM's requests said becomes history: visits of prompts, told apart by what is in flight.
 
 Nobody says which requests are one group or epoch. A visit of a prompt is what was generated for it until none of its
-requests was in flight and there were at least VISIT responses: a group, or several small ones.
+requests was in flight and there were at least VISIT responses: a group, or several small ones. Nor does anybody say
+why a request has left the batch. After a stop token it has ended; others may have been preempted, and wait a while for
+the rest.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import Callable
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -19,7 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from stretto.atomic import append_synced
+from stretto.draft import MAX_NODES
 from stretto.errors import StrettoError
+from stretto.integrations.vllm_rows import TokenArray
 from stretto.records import IntArray, Prompt, Rollout, State, prompt_uid
 
 logger = logging.getLogger(__name__)
@@ -27,7 +32,24 @@ logger = logging.getLogger(__name__)
 VISIT = 8  # responses
 MOST_WAITING = 64  # responses of one prompt that wait for rewards
 MOST_PROMPTS = 1 << 16  # whose visits are told apart
-MOST_REWARDS = 1 << 14  # prompts whose rewards came before their responses
+MOST_REWARDS = 1 << 14  # prompts with rewards that no response was found for yet
+REST = 1024  # steps that a response which ended at no stop token waits for more of it
+LISTEN = 16  # responses that end between two looks for new rewards
+EPOCH = 1_577_836_800  # 2020, in the clock's seconds: visits are numbered from there, in 32 bits
+
+
+@dataclass(slots=True)
+class _Response:
+    """One that has ended and is not history yet."""
+
+    text: TokenArray  # (P + N,), with its prompt
+    prompt: int  # P
+    whole: bool  # nothing more of it is waited for
+    reward: float = math.nan
+
+    @property
+    def token_ids(self) -> TokenArray:
+        return self.text[self.prompt :]
 
 
 @dataclass(slots=True)
@@ -35,114 +57,199 @@ class _Visits:
     visit: int  # the newest
     responses: int = 0  # of that
     running: int = 0
-    waiting: dict[int, Rollout] = field(default_factory=dict)  # by serial number: not history yet
+    waiting: dict[int, _Response] = field(default_factory=dict)  # by serial number
 
 
 class OnlineHistory:
     """Hands finished responses to `remember`, visit by visit, once no sibling is in flight or enough have ended.
 
-    With `rewards`, responses wait for theirs, at the longest until the prompt is visited again.
+    With `rewards`, responses wait for theirs, at the longest until the prompt is visited again. What waits takes
+    `most_bytes` at most: beyond, what has waited longest becomes history as it is.
     """
 
     def __init__(
-        self, remember: Callable[[list[Rollout]], None], rewards: Rewards | None = None, first_visit: int = 0
+        self,
+        remember: Callable[[list[Rollout]], None],
+        rewards: Rewards | None = None,
+        first_visit: int = 0,
+        most_bytes: int = 1 << 29,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._remember, self._rewards, self._visit = remember, rewards, first_visit
+        """`first_visit`: the newest that is known; `clock`: seconds since 1970, by which visits of engines that share
+        a folder are ordered.
+        """
+        self._remember, self._rewards, self._first, self._clock = remember, rewards, first_visit, clock
         self._prompts: OrderedDict[str, _Visits] = OrderedDict()  # by uid, the one used longest ago first
+        self._waiting: OrderedDict[str, None] = OrderedDict()  # uids with responses that wait, longest first
+        self._bytes, self._most_bytes = 0, most_bytes  # of these responses
+        self._partial: deque[tuple[int, str, int]] = deque()  # step until which it waits, uid, serial
+        self._steps = 0
+        self._unheard = 0  # responses that ended since the last look for rewards
 
-    def began(self, uid: str) -> None:
-        """A request of this prompt is in flight."""
+    def began(self, uid: str, back: int | None = None) -> None:
+        """A request of this prompt is in flight, and no new one if `back` is the serial number that it left under:
+        then what it said is no response yet.
+        """
         prompt = self._prompts.get(uid)
         if prompt is None:
-            prompt = self._prompts[uid] = _Visits(self._next_visit())
+            prompt = self._prompts[uid] = _Visits(self._visit_after(self._first))
             self._forget()
         self._prompts.move_to_end(uid)
-        if not prompt.running:
-            self._flush(prompt)
+        if back is not None:
+            self._take_back(uid, back)
+        elif not prompt.running:
+            self._listen()
+            self._flush(uid)
             if prompt.responses >= VISIT:
-                prompt.visit, prompt.responses = self._next_visit(), 0
+                prompt.visit, prompt.responses = self._visit_after(prompt.visit), 0
         prompt.running += 1
 
-    def ended(self, uid: str, serial: int, prompt_ids: IntArray, token_ids: IntArray) -> None:
-        """It has left the batch, having said `token_ids` (N,)."""
+    def ended(self, uid: str, serial: int, text: TokenArray, prompt_size: int, whole: bool = True) -> None:
+        """It has left the batch with this text (P + N,), of which `prompt_size` tokens are its prompt's.
+
+        Unless it is `whole`, there may be more to come.
+        """
         prompt = self._prompts[uid]
         prompt.running -= 1
-        prompt.waiting[serial] = _rollout(uid, serial, prompt.visit, prompt_ids, token_ids)
         prompt.responses += 1
-        if self._rewards is None:
-            if not prompt.running or len(prompt.waiting) >= VISIT:
-                self._flush(prompt)
-        elif len(prompt.waiting) >= MOST_WAITING:
-            self._flush(prompt)
+        response = prompt.waiting[serial] = _Response(text, prompt_size, whole)
+        self._waiting.setdefault(uid)
+        self._bytes += text.nbytes
+        if not whole:
+            self._partial.append((self._steps + REST, uid, serial))
+        if self._rewards is not None:
+            response.reward = self._rewards.take(uid, response.token_ids)
+            self._unheard += 1
+            if self._unheard >= LISTEN:
+                self._listen()
+        self._settle(uid)
+        while self._bytes > self._most_bytes:
+            self._flush(next(iter(self._waiting)))
 
-    def back(self, uid: str, serial: int) -> None:
-        """A request that had left goes on: what it said is no response yet."""
-        prompt = self._prompts.get(uid)
-        if prompt is not None and prompt.waiting.pop(serial, None) is not None:
-            prompt.responses -= 1
+    def step(self) -> None:
+        """Once per step: what has waited for its rest long enough is taken as it is."""
+        self._steps += 1
+        while self._partial and self._partial[0][0] <= self._steps:
+            _, uid, serial = self._partial.popleft()
+            prompt = self._prompts.get(uid)
+            if prompt is not None and serial in prompt.waiting:
+                prompt.waiting[serial].whole = True
+                self._settle(uid)
 
     def flush(self) -> None:
         """Everything that has ended becomes history."""
-        for prompt in self._prompts.values():
-            self._flush(prompt)
+        self._listen()
+        for uid in list(self._waiting):
+            self._flush(uid)
 
-    def _flush(self, prompt: _Visits) -> None:
+    def _take_back(self, uid: str, serial: int) -> None:
+        prompt = self._prompts[uid]
+        if (response := prompt.waiting.pop(serial, None)) is not None:
+            prompt.responses -= 1
+            self._bytes -= response.text.nbytes
+            if not prompt.waiting:
+                del self._waiting[uid]
+
+    def _settle(self, uid: str) -> None:
+        """What need not wait any more becomes history."""
+        prompt = self._prompts[uid]
+        ready = [
+            serial
+            for serial, response in prompt.waiting.items()
+            if response.whole and (self._rewards is None or not math.isnan(response.reward))
+        ]
+        if len(prompt.waiting) >= MOST_WAITING:
+            self._flush(uid)
+        elif ready and (not prompt.running or len(ready) >= VISIT):
+            self._flush(uid, ready)
+
+    def _flush(self, uid: str, serials: list[int] | None = None) -> None:
+        """These responses become history, or all that wait."""
+        prompt = self._prompts[uid]
         if not prompt.waiting:
             return
-        rollouts = list(prompt.waiting.values())
-        prompt.waiting.clear()
-        if self._rewards is not None:
-            self._rewards.read()
-            for rollout in rollouts:
-                rollout.reward = self._rewards.take(rollout.prompt.uid, rollout.token_ids)
-        self._remember(rollouts)
+        serials = list(prompt.waiting) if serials is None else serials
+        responses = [(serial, prompt.waiting.pop(serial)) for serial in serials]
+        self._bytes -= sum(response.text.nbytes for _, response in responses)
+        if not prompt.waiting:
+            del self._waiting[uid]
+        self._remember([_rollout(uid, serial, prompt, response) for serial, response in responses])
 
-    def _next_visit(self) -> int:
-        self._visit += 1
-        return self._visit
+    def _listen(self) -> None:
+        """Rewards that have come go to the responses that wait for them."""
+        self._unheard = 0
+        if self._rewards is None:
+            return
+        for uid in self._rewards.read():
+            prompt = self._prompts.get(uid)
+            if prompt is None or not prompt.waiting:
+                continue
+            for response in prompt.waiting.values():
+                if math.isnan(response.reward):
+                    response.reward = self._rewards.take(uid, response.token_ids)
+            self._settle(uid)
+        self._rewards.trim()
+
+    def _visit_after(self, visit: int) -> int:
+        """The number of a visit that begins now, after another one."""
+        return max(visit + 1, int(self._clock()) - EPOCH)
 
     def _forget(self) -> None:
         while len(self._prompts) > MOST_PROMPTS:
             uid = next((uid for uid, prompt in self._prompts.items() if not prompt.running), None)
             if uid is None:
                 return
-            self._flush(self._prompts.pop(uid))
+            self._flush(uid)
+            del self._prompts[uid]
 
 
-def _rollout(uid: str, serial: int, visit: int, prompt_ids: IntArray, token_ids: IntArray) -> Rollout:
+def _rollout(uid: str, serial: int, prompt: _Visits, response: _Response) -> Rollout:
+    token_ids = response.token_ids.astype(np.int64)
     unknown = np.full(token_ids.size, math.nan)  # vLLM tells a drafter no probabilities
     return Rollout(
         request_id=serial,
-        group_id=visit,
-        prompt=Prompt(-1, uid, 0, prompt_ids, {}),
+        group_id=prompt.visit,
+        prompt=Prompt(-1, uid, 0, response.text[: response.prompt].astype(np.int64), {}),
         sample_index=0,
-        visit=visit,
+        visit=prompt.visit,
         key=0,
         token_ids=token_ids,
         logprobs=unknown,
         raw_logprobs=unknown,
         versions=np.zeros(token_ids.size, np.int64),
         loss_mask=np.ones(token_ids.size, np.bool_),
+        reward=response.reward,
         outcome=State.FINISHED,
     )
 
 
-def _hash(token_ids: IntArray) -> str:
+def _hash(token_ids: IntArray | TokenArray) -> str:
     return blake2b(token_ids.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 
-def append_reward(path: Path, prompt_ids: IntArray, token_ids: IntArray, reward: float) -> None:
-    """Report a response's reward to the drafters that read the file `path`, in whatever process they are.
+class Graded(NamedTuple):
+    """A response and its reward."""
 
-    One line is appended in one write. Raises StrettoError if the disk refuses.
+    prompt_ids: IntArray  # (P,)
+    token_ids: IntArray  # (N,)
+    reward: float
+
+
+def append_rewards(path: Path, graded: Iterable[Graded]) -> None:
+    """Report responses' rewards to the drafters that read the file `path`, in whatever process they are.
+
+    A line for each is appended, all in one write. Raises StrettoError if the disk refuses.
     """
-    row = {
-        "prompt": prompt_uid(prompt_ids),
-        "tokens": token_ids.size,
-        "response": _hash(token_ids),
-        "reward": float(reward),
-    }
-    append_synced(path, f"{json.dumps(row)}\n".encode())
+    rows = [
+        {
+            "prompt": prompt_uid(one.prompt_ids),
+            "tokens": one.token_ids.size,
+            "response": _hash(one.token_ids),
+            "reward": float(one.reward),
+        }
+        for one in graded
+    ]
+    append_synced(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
 class _Reward(NamedTuple):
@@ -162,23 +269,30 @@ class Rewards:
         self.path = path
         self._at = path.stat().st_size if path.exists() else 0
         self._rest = b""  # of a line that is not whole yet
-        self._known: OrderedDict[str, list[_Reward]] = OrderedDict()  # by prompt uid
+        self._known: OrderedDict[str, list[_Reward]] = OrderedDict()  # by prompt uid; of no response so far
         self._said = False
 
-    def take(self, uid: str, token_ids: IntArray) -> float:
-        """The reward of a response to the prompt `uid`; nan where none was reported.
+    def take(self, uid: str, token_ids: TokenArray) -> float:
+        """The reward of a response to the prompt `uid`, which is then no more known; nan where none was reported.
 
-        vLLM's rows hold what was accepted behind a limit of new tokens too: the response may be shorter.
+        vLLM's rows hold what was accepted behind a limit of new tokens too: the response may be shorter, by no more
+        than is drafted.
         """
         known = self._known.get(uid, [])
         for reward in known:
-            if reward.tokens <= token_ids.size and reward.response == _hash(token_ids[: reward.tokens]):
+            behind = token_ids.size - reward.tokens
+            if 0 <= behind <= MAX_NODES and reward.response == _hash(token_ids[: reward.tokens]):
                 known.remove(reward)
+                if not known:
+                    del self._known[uid]
                 return reward.value
         return math.nan
 
-    def read(self) -> None:
-        """Take in what was appended since; lines that are no rewards are said once and skipped."""
+    def read(self) -> list[str]:
+        """Take in what was appended since, and whose it is: prompts' uids, each once.
+
+        Lines that are no rewards are said once and skipped.
+        """
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._at:  # another file by now
@@ -186,19 +300,26 @@ class Rewards:
                 file.seek(self._at)
                 new = file.read()
         except OSError:
-            return  # nothing was reported yet
+            return []  # nothing was reported yet
         self._at += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
+        heard: dict[str, None] = {}
         for line in lines:
             try:
                 row = json.loads(line)
                 reward = _Reward(int(row["tokens"]), str(row["response"]), float(row["reward"]))
-                known = self._known.setdefault(str(row["prompt"]), [])
+                uid = str(row["prompt"])
+                known = self._known.setdefault(uid, [])
                 known.append(reward)
                 del known[:-MOST_WAITING]
+                heard.setdefault(uid)
             except (ValueError, TypeError, KeyError):
                 if not self._said:
                     logger.warning("%s: no reward: %r; such lines are skipped", self.path, line[:80])
                     self._said = True
+        return list(heard)
+
+    def trim(self) -> None:
+        """Forget the oldest rewards that no response was found for, where they are too many."""
         while len(self._known) > MOST_REWARDS:
             self._known.popitem(last=False)
