@@ -159,6 +159,18 @@ def test_steps_without_a_call_are_caught_up_with() -> None:
     assert newest(batch.rows, int(step.slots[0])) == [5, 6, 7]
 
 
+def test_a_request_that_began_in_a_step_without_a_call_has_its_prompt() -> None:
+    """If the prompt was seen before; it is the longest of those that the text begins with."""
+    batch = Batch(3)
+    a, b = Asked(0, [1, 2]), Asked(1, [1, 2, 7])
+    batch.step([a, b], [[4], [4]])
+    a.said += [5]  # no call, and these two have begun
+    c, d = Asked(2, [1, 2, 7], [6, 6]), Asked(3, [8, 8], [6])
+    new = batch.step([a, c, d], [[7], [5], [5]]).new
+    assert [(one.row, one.prompt) for one in new] == [(1, 3), (2, 3)]  # of the other nothing was known
+    assert [one.prompt for one in batch.step([a, Asked(4, [1, 2, 7, 9])], [[7], [5]]).new] == [4]
+
+
 def test_what_is_behind_a_stop_token_is_no_response() -> None:
     batch = Batch(1)
     batch.step([Asked(0, [1])], [[4, STOP, 5]])

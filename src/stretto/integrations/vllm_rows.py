@@ -6,14 +6,16 @@ row is known by what it says: it is the request whose text the row begins with. 
 far are interchangeable, and telling them apart would change nothing.
 
 A request that is seen for the first time has just been sampled from its prompt: what is before its first tokens is the
-prompt.
+prompt. Not so after steps in which vLLM did not ask for drafts, which rows show that have said more than was sampled
+last: then its prompt is the longest known one that the text begins with, if any.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ TokenArray = npt.NDArray[np.int32]
 
 LEFT_REQUESTS = 256  # that have left the batch and are still known, should they come back
 LEFT_TOKENS = 1 << 22  # of these together
+KNOWN_PROMPTS = 1 << 14  # that are known again
 TAIL = 64  # tokens at the end of a row that are compared in every step,
 SPREAD = 16  # and how many before them, evenly spread
 
@@ -131,6 +134,11 @@ class Rows:
         self._free = list(range(slots))[::-1]
         self._left: OrderedDict[int, Left] = OrderedDict()  # by serial, oldest first
         self._left_tokens = 0
+        self._prompts: OrderedDict[bytes, int] = (
+            OrderedDict()
+        )  # sizes by hash, the one seen longest ago first
+        self._sizes: Counter[int] = Counter()  # of these
+        self._skipped = False  # whether there was a step without a call before this one
 
     @property
     def running(self) -> list[int]:
@@ -166,6 +174,7 @@ class Rows:
         before = self._rows[: counts.size]
         slots[: before.size] = before
         found = np.zeros(counts.size, np.bool_)
+        self._skipped = False
         same = _goes_on(slots, self.length, self.texts, counts, totals, tokens, found)
         if not same:
             slots[~found] = -1
@@ -192,6 +201,7 @@ class Rows:
                     and np.array_equal(self.texts[slot, :length], text[:length])
                 ):
                     slots[row] = slot
+                    self._skipped |= length < text.size
                     lost.remove(slot)
                     break
 
@@ -216,10 +226,29 @@ class Rows:
         self.length[slot] = text.size
         self.last[slot] = text.size - count
         self.stopped[slot] = np.isin(text[text.size - count :], self._stops).any()
-        self.prompt[slot] = text.size - count if back is None else back.prompt
+        self.prompt[slot] = self._prompt_of(text, text.size - count) if back is None else back.prompt
         self._serial[slot] = self._next
         self._next += 1
         return New(row, slot, int(self.prompt[slot]), back)
+
+    def _prompt_of(self, text: TokenArray, size: int) -> int:
+        """The size of the prompt of a request that is new; `size`: unless it has had steps without a call."""
+        if self._skipped:
+            hashed, at, longest = blake2b(digest_size=16), 0, 0
+            for known in sorted(+self._sizes):
+                if known <= size:
+                    hashed.update(text[at:known].tobytes())
+                    at = known
+                    longest = known if hashed.digest() in self._prompts else longest
+            return longest or size
+        key = blake2b(text[:size].tobytes(), digest_size=16).digest()
+        if key not in self._prompts:
+            self._prompts[key] = size
+            self._sizes[size] += 1
+        self._prompts.move_to_end(key)
+        if len(self._prompts) > KNOWN_PROMPTS:
+            self._sizes[self._prompts.popitem(last=False)[1]] -= 1
+        return size
 
     def _back(self, text: TokenArray) -> Left | None:
         """The request that has left with this text, or with more than it or a part of it: it was preempted, or a
