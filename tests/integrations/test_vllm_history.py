@@ -151,7 +151,19 @@ class TestRewards:
         reward(file, PROMPT, [3], 1.0)
         for i in range(20):
             life.say([4], prompt=[i, 0, 0])
+        life.history.step()
         assert life.texts == [[3]]
+
+    def test_lines_that_are_none_are_said_once(self, file: Path, caplog: pytest.LogCaptureFixture) -> None:
+        life = Life(Rewards(file))
+        life.say([3])
+        for line in ("none", '{"prompt": 1}', "[]", ""):
+            with file.open("a") as out:
+                out.write(f"{line}\n")
+        reward(file, PROMPT, [3], 1.0)
+        life.history.flush()
+        assert life.rewards == {(3,): 1.0}
+        assert len([r for r in caplog.records if "no reward" in r.getMessage()]) == 1
 
     def test_of_no_response_do_not_pile_up(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("stretto.integrations.vllm_history.MOST_REWARDS", 10)

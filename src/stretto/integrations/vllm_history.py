@@ -13,11 +13,12 @@ import logging
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,7 @@ MOST_PROMPTS = 1 << 16  # whose visits are told apart
 MOST_REWARDS = 1 << 14  # prompts with rewards that no response was found for yet
 REST = 1024  # steps that a response which ended at no stop token waits for more of it
 LISTEN = 16  # responses that end between two looks for new rewards
+AT_ONCE = 2  # prompts whose rewards are given to their responses in one step
 EPOCH = 1_577_836_800  # 2020, in the clock's seconds: visits are numbered from there, in 32 bits
 
 
@@ -84,6 +86,7 @@ class OnlineHistory:
         self._bytes, self._most_bytes = 0, most_bytes  # of these responses
         self._partial: deque[tuple[int, str, int]] = deque()  # step until which it waits, uid, serial
         self._steps = 0
+        self._graded: OrderedDict[str, None] = OrderedDict()  # uids of these that rewards have come for
         self._unheard = 0  # responses that ended since the last look for rewards
 
     def began(self, uid: str, back: int | None = None) -> None:
@@ -127,8 +130,12 @@ class OnlineHistory:
             self._flush(next(iter(self._waiting)))
 
     def step(self) -> None:
-        """Once per step: what has waited for its rest long enough is taken as it is."""
+        """Once per step: what has waited for its rest long enough is taken as it is; a few rewards are given out."""
         self._steps += 1
+        for _ in range(min(AT_ONCE, len(self._graded))):
+            uid = next(iter(self._graded))
+            self._grade(uid)
+            self._settle(uid)
         while self._partial and self._partial[0][0] <= self._steps:
             _, uid, serial = self._partial.popleft()
             prompt = self._prompts.get(uid)
@@ -149,6 +156,7 @@ class OnlineHistory:
             self._bytes -= response.text.nbytes
             if not prompt.waiting:
                 del self._waiting[uid]
+                self._graded.pop(uid, None)
 
     def _settle(self, uid: str) -> None:
         """What need not wait any more becomes history."""
@@ -168,6 +176,7 @@ class OnlineHistory:
         prompt = self._prompts[uid]
         if not prompt.waiting:
             return
+        self._grade(uid)
         serials = list(prompt.waiting) if serials is None else serials
         responses = [(serial, prompt.waiting.pop(serial)) for serial in serials]
         self._bytes -= sum(response.text.nbytes for _, response in responses)
@@ -176,19 +185,23 @@ class OnlineHistory:
         self._remember([_rollout(uid, serial, prompt, response) for serial, response in responses])
 
     def _listen(self) -> None:
-        """Rewards that have come go to the responses that wait for them."""
+        """Rewards that have come are known; they are given out prompt by prompt, lest a step takes long."""
         self._unheard = 0
         if self._rewards is None:
             return
         for uid in self._rewards.read():
-            prompt = self._prompts.get(uid)
-            if prompt is None or not prompt.waiting:
-                continue
-            for response in prompt.waiting.values():
-                if math.isnan(response.reward):
-                    response.reward = self._rewards.take(uid, response.token_ids)
-            self._settle(uid)
-        self._rewards.trim()
+            if uid in self._waiting:
+                self._graded.setdefault(uid)
+        self._rewards.trim(self._graded)
+
+    def _grade(self, uid: str) -> None:
+        """Rewards of this prompt that have come go to the responses that wait for them."""
+        if self._rewards is None or uid not in self._graded:
+            return
+        del self._graded[uid]
+        for response in self._prompts[uid].waiting.values():
+            if math.isnan(response.reward):
+                response.reward = self._rewards.take(uid, response.token_ids)
 
     def _visit_after(self, visit: int) -> int:
         """The number of a visit that begins now, after another one."""
@@ -304,22 +317,39 @@ class Rewards:
         self._at += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
         heard: dict[str, None] = {}
-        for line in lines:
+        for row in self._parsed(lines):
             try:
-                row = json.loads(line)
                 reward = _Reward(int(row["tokens"]), str(row["response"]), float(row["reward"]))
                 uid = str(row["prompt"])
-                known = self._known.setdefault(uid, [])
-                known.append(reward)
-                del known[:-MOST_WAITING]
-                heard.setdefault(uid)
             except (ValueError, TypeError, KeyError):
-                if not self._said:
-                    logger.warning("%s: no reward: %r; such lines are skipped", self.path, line[:80])
-                    self._said = True
+                self._say(row)
+                continue
+            known = self._known.setdefault(uid, [])
+            known.append(reward)
+            del known[:-MOST_WAITING]
+            heard.setdefault(uid)
         return list(heard)
 
-    def trim(self) -> None:
-        """Forget the oldest rewards that no response was found for, where they are too many."""
-        while len(self._known) > MOST_REWARDS:
-            self._known.popitem(last=False)
+    def _parsed(self, lines: list[bytes]) -> list[Any]:
+        """What is in the lines, as one JSON text if it is one: line by line takes ten times as long."""
+        try:
+            return list(json.loads(b"[" + b",".join(lines) + b"]"))
+        except ValueError:
+            rows = []
+            for line in lines:
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    self._say(line[:80])
+            return rows
+
+    def _say(self, what: object) -> None:
+        if not self._said:
+            logger.warning("%s: no reward: %r; such lines are skipped", self.path, what)
+            self._said = True
+
+    def trim(self, keep: Collection[str]) -> None:
+        """Forget the oldest rewards that no response was found for, where they are too many; none of `keep`'s."""
+        if (excess := len(self._known) - len(keep) - MOST_REWARDS) > 0:
+            for uid in list(islice((uid for uid in self._known if uid not in keep), excess)):
+                del self._known[uid]
