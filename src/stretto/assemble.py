@@ -26,7 +26,7 @@ from stretto.draft.drafter import HistoryDrafter
 from stretto.engine import Drafter, Engine
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.engine.vllm import VllmEngine
-from stretto.engines import make_separate_engine, make_vllm_engine, worker_environment
+from stretto.engines import beside_the_model, make_separate_engine, make_vllm_engine, worker_environment
 from stretto.errors import StrettoError
 from stretto.fleet.drafter import FleetDrafter
 from stretto.fleet.process import ProcessFleet
@@ -213,9 +213,9 @@ def _vllm_for_measuring(
 ) -> Iterator[VllmEngine]:
     """A vLLM engine that is closed in the end: a run's own comes later, perhaps in other processes."""
     draft = config.draft.model_copy(update={"max_nodes": longest})
-    engine = make_vllm_engine(
-        config.model_copy(update={"draft": draft}), None, max_model_len, time.monotonic, drafter
-    )
+    arguments = {**config.engine.vllm, **beside_the_model(config)}
+    changed = {"draft": draft, "engine": config.engine.model_copy(update={"vllm": arguments})}
+    engine = make_vllm_engine(config.model_copy(update=changed), None, max_model_len, time.monotonic, drafter)
     try:
         yield engine
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stretto.config import Config
@@ -39,6 +40,14 @@ def _check_memory(config: Config) -> None:
             f"default: set what one engine may take, such as {SHARE} = 0.4 under [engine.vllm], or give engines GPUs "
             "of their own (docs/vllm.md)"
         )
+
+
+def beside_the_model(config: Config) -> dict[str, float]:
+    """What a vLLM engine in this process may take of the GPU on which the learner's model is; nothing on a CPU."""
+    if resolve_device(config.model.device).type != "cuda":
+        return {}
+    free, all_of_it = torch.cuda.mem_get_info()
+    return {SHARE: min(float(config.engine.vllm.get(SHARE, 1.0)), round(0.9 * free / all_of_it, 3))}
 
 
 def shares_gpus(config: Config, gpus: int) -> str:

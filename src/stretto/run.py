@@ -29,6 +29,7 @@ from stretto.drafting import (
     with_step_ms,
 )
 from stretto.engine import Engine
+from stretto.engine.vllm import VllmEngine
 from stretto.engines import make_engine, make_separate_engine
 from stretto.evaluation import Evaluation, evaluate
 from stretto.fleet import Drafting, Fleet
@@ -97,7 +98,7 @@ class Run:
         self.fleet: Fleet
         self.drafter: Drafting | None
         if in_process:
-            self.fleet, self.drafter = self._engine_here(shared)
+            self.fleet, self.drafter = self._engine_here(shared, stack)
         else:
             self.background = BackgroundLearner(self.learner, runtime.post, runtime.now)
             stack.callback(self.background.close)
@@ -146,13 +147,16 @@ class Run:
             **ledger_options(config.schedule),
         )
 
-    def _engine_here(self, shared: bool) -> tuple[Fleet, Drafting | None]:
+    def _engine_here(self, shared: bool, stack: ExitStack) -> tuple[Fleet, Drafting | None]:
         config, runtime, inputs = self.config, self.runtime, self.inputs
         drafter = make_drafter(config, runtime.now)
         rest = (inputs.tokenizer, inputs.max_model_len, runtime.now, drafter)
         engine: Engine = (
             make_engine(config, self.model, *rest) if shared else make_separate_engine(config, *rest)
         )
+        if isinstance(engine, VllmEngine):
+            # Left to the garbage collector, it would tear down vLLM's groups of whoever has them by then.
+            stack.callback(engine.close)
         fleet = runtime.local = InProcessFleet([engine], runtime.post)
         runtime.expecting = lambda: self.grader.outstanding > 0
         return fleet, drafter
