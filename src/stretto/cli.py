@@ -344,7 +344,8 @@ def bench(
     """Measure the speed of a part on this machine. `stretto bench NAME --help` lists its options.
 
     Args:
-        name: "engine", "linear", "bookkeeping", "draft", "rollout", "inflight", "simulation" or "ray".
+        name: "engine", "linear", "bookkeeping", "draft", "rollout", "inflight", "simulation", "ray" or
+            "vllm".
         *words: The benchmark's own options.
     """
     if name in ("-h", "--help"):

@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 
-from stretto.engine.responses import Response, uniform
+from stretto.engine.responses import uniform
 from stretto.engine.simulated import SimulatedEngine
 from stretto.fleet.simulated import SimulatedFleet
 from stretto.records import (
@@ -62,28 +62,26 @@ class Engine(SimulatedEngine):
             agreement=cluster.agreement,
         )
         self.tells = scenario.tokens
-        self._places: list[tuple[int, int]] = []  # key, first place, of each report
+        self._told: dict[tuple[int, int], tuple[int, int]] = {}  # of a request's attempt: key, tokens so far
 
-    def _report(self, response: Response) -> None:
-        before = response.reported
-        super()._report(response)
-        if response.reported > before:
-            self._places.append((response.request.key, before))
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._told |= {(r.id, r.attempt): (r.key, r.token_ids.size) for r in requests}
+        super().submit(requests)
 
     def _gathered(self) -> list[Event]:
         events = super()._gathered()
-        places, self._places = self._places, []
         leaps = [event for event in events if isinstance(event, Leapt)]
         if self.tells and leaps:
             rows = np.array([(leapt.id, leapt.attempt, leapt.count) for leapt in leaps], np.int64)
             events[: len(leaps)] = [Progress(self.worker, rows[:, 0], rows[:, 1], rows[:, 2], self.version)]
         if self.tells and events and isinstance(events[0], Progress):
             progress = events[0]
-            where = [
-                (key, first + i)
-                for (key, first), count in zip(places, progress.counts.tolist(), strict=True)
-                for i in range(count)
-            ]
+            where = []
+            columns = (progress.ids.tolist(), progress.attempts.tolist(), progress.counts.tolist())
+            for id, attempt, count in zip(*columns, strict=True):
+                key, first = self._told[id, attempt]
+                self._told[id, attempt] = key, first + count
+                where += [(key, first + i) for i in range(count)]
             token, version = self.workload.token, self.version
             progress.token_ids = np.array([token(key, place, version) for key, place in where], np.int64)
             progress.logprobs = np.full(len(where), -1.0 - version)
