@@ -13,7 +13,7 @@ import numpy as np
 from stretto.history.index import HistoryIndex
 from stretto.records import IntArray
 
-OPENED = 1 << 19  # bytes copied in one step; a history that is larger is copied in one, too
+OPENED = 1 << 17  # bytes copied in one step; a history that is larger is copied in one, too
 
 
 @dataclass(slots=True)
