@@ -46,7 +46,7 @@ def by_trl(rollout: bool, checkpointing: bool, seed: int, updates: int, folder: 
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from stretto.integrations.trl import HistoryRollout
     from stretto.model import location
@@ -83,22 +83,7 @@ def by_trl(rollout: bool, checkpointing: bool, seed: int, updates: int, folder: 
         train_dataset=Dataset.from_list(task.rows("train")),
         rollout_func=HistoryRollout() if rollout else None,
         callbacks=[Clock()],
-        args=GRPOConfig(
-            output_dir=str(folder),
-            seed=seed,
-            max_steps=updates,
-            per_device_train_batch_size=PROMPTS * SAMPLES,
-            num_generations=SAMPLES,
-            max_completion_length=TOKENS,
-            learning_rate=RATE,
-            gradient_checkpointing=checkpointing,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
-        ),
+        args=_arguments(checkpointing, seed, updates, folder),
     )
     trainer.train()
     lines = [line for line in trainer.state.log_history if "reward" in line]
@@ -109,6 +94,28 @@ def by_trl(rollout: bool, checkpointing: bool, seed: int, updates: int, folder: 
         "rewards": [line["reward"] for line in lines],
         "length": [line["completions/mean_length"] for line in lines],
     }
+
+
+def _arguments(checkpointing: bool, seed: int, updates: int, folder: Path) -> Any:
+    """TRL's defaults, but for the size of things and where they run."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(folder),
+        seed=seed,
+        max_steps=updates,
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=TOKENS,
+        learning_rate=RATE,
+        gradient_checkpointing=checkpointing,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+    )
 
 
 def by_stretto(checkpointing: bool, seed: int, updates: int, folder: Path) -> Cell:

@@ -19,6 +19,9 @@ from stretto.tasks.knights import KnightsAndKnaves
 TASK = KnightsAndKnaves(size=8, test_size=4)
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # so that a puzzle's prompt is the same as its text
 
+# Drafts whatever they cost, so that what is tested does not depend on this machine's speed.
+DRAFTED = {"draft.budget": "fixed", "draft.nodes": 6}
+
 
 def right(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
     """The task's reward, in TRL's form; of texts or of messages."""
