@@ -43,7 +43,7 @@ PER_NODE = 1.5e-6
 """Seconds that growing and following a drafted node takes, measured on two x86-64 cores."""
 PER_DRAFT = 6e-4
 """Seconds that packing, walking and keeping trees adds to a step that has any, measured on two x86-64 cores."""
-ASKING, LITTLE, LONGEST_PAUSE = 1e-4, 0.004, 8
+ASKING, LITTLE, LONGEST_PAUSE = 2.5e-4, 0.004, 16
 """Seconds that looking for nodes takes; the share of a step that this may take where none has been found for long; and
 how many steps apart it is done at most.
 """

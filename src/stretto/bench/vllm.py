@@ -1,8 +1,9 @@
 """The history drafter inside vLLM (CPU build) against plain vLLM and vLLM's suffix decoding: seconds of a third visit.
 
 Every pair has prompts of its own: each side answers them twice, and the third visit is timed, sides in turns. `useless`
-draws at so high a temperature that nothing comes again, with as many tokens each: what drafting costs in vain. Before,
-all sides must answer greedily alike. One process, one thread, vLLM's engine in it.
+draws at so high a temperature that nothing comes again, with as many tokens each: what drafting costs in vain. `silent`
+is a proposer that never proposes: what vLLM itself does otherwise when one is there. Before, all sides must answer
+greedily alike. One process, one thread, vLLM's engine in it.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ import os
 import platform
 import random
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from stretto.bench.arctic import INSTALL, arctic
 from stretto.bench.pairs import Ratio, require_idle, timed
 from stretto.errors import StrettoError
 from stretto.tasks.knights import PEOPLE_WEIGHTS, draw_puzzle
 
-SIDES = ("plain", "suffix", "history")
-DRAFTER = "stretto.integrations.vllm.HistoryDrafter"
+SPECULATIVE = {
+    "plain": None,
+    "silent": {"method": "custom_class", "model": "stretto.bench.vllm.Silent"},
+    "suffix": {"method": "suffix"},
+    "history": {"method": "custom_class", "model": "stretto.integrations.vllm.HistoryDrafter"},
+}
+SIDES = tuple(SPECULATIVE)
+LEARNERS = ("suffix", "history")  # from earlier visits
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -38,28 +44,38 @@ VISITS = 3
 BATCH_SPEC = ("drafts", "draft_tokens", "accepted_tokens")
 
 
+class Silent:
+    """A custom proposer without proposals."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        del vllm_config
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: vLLM calls it with its model."""
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
 class Side:
     """One vLLM."""
 
-    def __init__(self, name: str, model: str, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
         from vllm import LLM
 
-        drafted = {"num_speculative_tokens": options.drafts}
-        speculative = {
-            "plain": {},
-            "suffix": {"speculative_config": {"method": "suffix", **drafted}},
-            "history": {"speculative_config": {"method": "custom_class", "model": DRAFTER, **drafted}},
-        }[name]
+        speculative = SPECULATIVE[name]
+        if speculative is not None:
+            speculative = speculative | {"num_speculative_tokens": options.drafts}
         self.name = name
         self.counts: dict[str, int] = {}  # of the last visit: drafts, drafted and accepted tokens
         self.llm = LLM(
-            model,
+            options.model,
             dtype="float32",
             enforce_eager=True,
             max_model_len=options.tokens + 256,
             max_num_seqs=options.slots,
             disable_log_stats=False,
-            **speculative,
+            speculative_config=speculative,
         )
 
     def answer(
@@ -90,13 +106,6 @@ class Side:
         return {names[m.name]: int(m.value) for m in self.llm.get_metrics() if m.name in names}
 
 
-def model_alone(checkpoint: Path, folder: Path) -> None:
-    """Links to a checkpoint's model: vLLM would take the optimiser's tensors beside it for weights."""
-    for file in checkpoint.iterdir():
-        if file.suffix != ".safetensors" or file.name.startswith("model"):
-            (folder / file.name).symlink_to(file.resolve())
-
-
 def prompt_sets(side: Side, count: int, options: argparse.Namespace) -> list[list[list[int]]]:
     """Puzzles nobody has seen, `samples` times each, as token ids."""
     drawn, encode = random.Random(options.seed), side.llm.get_tokenizer().encode
@@ -119,7 +128,7 @@ def measure(sides: Sequence[Side], scenario: str, options: argparse.Namespace) -
     for pair, prompts in enumerate(prompt_sets(sides[0], options.pairs + 1, options)):
         times: dict[str, float] = {}
         for side in sides if pair % 2 == 0 else sides[::-1]:
-            for _ in range(VISITS if side.name != "plain" else 1):
+            for _ in range(VISITS if side.name in LEARNERS else 1):
                 times[side.name] = side.seconds_per_token(prompts, temperature, tokens, **how)
             if pair:
                 counts[side.name].update(side.counts)
@@ -129,7 +138,13 @@ def measure(sides: Sequence[Side], scenario: str, options: argparse.Namespace) -
             print(f"{scenario}, pair {pair}: {rates}", file=sys.stderr, flush=True)
     faster = {
         f"{a} over {b}": asdict(Ratio.of([times[b] / times[a] for times in pairs]))
-        for a, b in (("history", "plain"), ("history", "suffix"), ("suffix", "plain"))
+        for a, b in (
+            ("history", "plain"),
+            ("history", "suffix"),
+            ("history", "silent"),
+            ("suffix", "plain"),
+            ("silent", "plain"),
+        )
         if {a, b} <= counts.keys()
     }
     return {"faster": faster, "seconds_per_token": pairs, "counters": counts}
@@ -162,13 +177,15 @@ def main(argv: Sequence[str] = ()) -> int:
         import vllm
     except ImportError as error:
         raise StrettoError("bench vllm needs vLLM: pip install 'stretto[vllm]', or make test-vllm") from error
+    if "suffix" in options.sides and arctic() is None:
+        raise StrettoError(
+            f"bench vllm: vLLM's suffix decoding needs arctic-inference: {INSTALL}; or --sides plain history"
+        )
     from stretto.integrations.vllm_fixes import install
 
     install()
     others = require_idle(limit=float("inf") if options.busy else 0.2)
-    with tempfile.TemporaryDirectory() as folder:
-        model_alone(Path(options.model), Path(folder))
-        sides = [Side(name, folder, options) for name in options.sides]
+    sides = [Side(name, options) for name in options.sides]
     prompts = prompt_sets(sides[0], 1, options)[0]
     greedy = [side.answer(prompts, 0.0, options.tokens) for side in sides for _ in range(2)]
     same = all(said == greedy[0] for said in greedy)

@@ -23,6 +23,7 @@ from stretto.draft.counters import Counters
 from stretto.draft.dropped import DROPPED, DroppedWork
 from stretto.draft.follow import follow, follow_history, grow_at, nowhere
 from stretto.draft.openings import Openings
+from stretto.draft.pauses import Pauses
 from stretto.draft.tree import Rules, room_for
 from stretto.errors import StrettoError
 from stretto.history.automaton import LivePool, find_text, match_live
@@ -66,9 +67,8 @@ class HistoryDrafter:
     last request has ended. The newest is closed when responses become history while none is in flight, as between the
     steps of a synchronous schedule: a resumed run has none either, and so drafts alike.
     `clock` returns seconds and is read for `metrics` alone. `wait`: histories that are being built are waited for, so
-    that drafts do not depend on timing. `pause`: while no node is worth checking, sources are asked at the 1st, 2nd,
-    4th, ... such step, and at least at every `pause`th; a request that begins takes this back to the 2nd. Without
-    `branches` every tree is a path.
+    that drafts do not depend on timing. `pause`: while no node is worth checking, sources are asked at every `pause`th
+    step at least, see `Pauses`. Without `branches` every tree is a path.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class HistoryDrafter:
         self.calibration = Calibration()
         self._sources = frozenset(sources)
         self._rules = Rules(max_nodes, noise_aware, probabilities, branches)
-        self._pause, self._generation, self._clock = pause, generation, clock
+        self._pauses = Pauses(pause)
+        self._generation, self._clock = generation, clock
         self._pool = LivePool()
         self._groups: OrderedDict[int, _Group] = OrderedDict()  # the one used longest ago first
         self._request_group = column(-1)
@@ -106,8 +107,6 @@ class HistoryDrafter:
         self._users: Counter[int] = Counter()  # of each of them
         self._dropped = DroppedWork(slots)
         self._grown = room_for(slots, max_nodes)
-        self._fruitless = 0  # steps in a row without a node that was worth checking
-        self._paused = False  # nothing was asked for in this step
         # slots, counts and tokens of the steps that were not asked
         self._late: list[tuple[IntArray, IntArray, IntArray]] = []
         self._raw, self._rows = np.zeros(0), column()[:0]  # of the last proposal's nodes
@@ -120,7 +119,7 @@ class HistoryDrafter:
     def begin(self, slot: int, request: Request) -> None:
         began = self._clock()
         self._catch_up()
-        self._fruitless = min(self._fruitless, 2)
+        self._pauses.begin()
         uid = prompt_uid(request.prompt_ids)
         tokens = np.concatenate([[START], request.token_ids]).astype(np.int64)
         if "history" in self._sources:
@@ -172,11 +171,8 @@ class HistoryDrafter:
         if self._openings.due:  # in a pause, too: they may end it
             self._catch_up()
             self._open_histories()
-        dropped, fruitless = None, self._fruitless
-        drops = self._dropped.any
-        self._paused = bool(fruitless & (fruitless - 1) and fruitless % self._pause) and not drops
-        if self._paused:
-            self._fruitless += 1
+        dropped, drops = None, self._dropped.any
+        if not self._pauses.ask(needed=drops):
             self._raw, self._rows = self._grown.raw[:0], self._grown.rows[:0]
             return no_drafts(slots.size)
         self._catch_up()
@@ -213,14 +209,14 @@ class HistoryDrafter:
             rows = np.concatenate([rows, np.full(certain.size, DROPPED)])[order]
             nodes += certain.size
         keep = self.budget.choose(drafts, Batch(slots, generated, tokens))
-        kept = np.count_nonzero(keep)
+        kept = int(np.count_nonzero(keep))
         if kept > most:
             best = np.argsort(np.where(keep, -drafts.estimates, 1.0), kind="stable")[: max(most, 0)]
             keep = np.zeros(nodes, np.bool_)
             keep[best] = True
         self._raw, self._rows = raw[keep], rows[keep]
         drafts = drafts.select(keep) if kept else no_drafts(slots.size)
-        self._fruitless = 0 if kept else self._fruitless + 1
+        self._pauses.found(kept)
         self._counters.proposed += nodes
         self._counters.propose_seconds += self._clock() - began
         return drafts
@@ -236,7 +232,7 @@ class HistoryDrafter:
             self._dropped.follow(slots, verified.emitted, token_ids)
         self._late.append((slots, verified.emitted, token_ids))
         self._openings.said(slots, verified.emitted, token_ids)
-        if not self._paused:
+        if not self._pauses.paused:
             self._catch_up()
         self._counters.observe_seconds += self._clock() - began
 
@@ -280,7 +276,7 @@ class HistoryDrafter:
         return {
             "calibration": self.calibration.state_dict(),
             "budget": self.budget.state_dict(),
-            "fruitless": self._fruitless,
+            "pauses": self._pauses.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, budget: bool = True) -> None:
@@ -292,7 +288,7 @@ class HistoryDrafter:
             self.calibration.load_state_dict(state["calibration"])
         except StrettoError as error:
             logger.warning("what drafts are worth is learnt anew: %s", error)
-        self._fruitless = int(state.get("fruitless", 0))  # checkpoints of before did not have it
+        self._pauses.load_state_dict(state.get("pauses", {}))  # checkpoints of before do not have it
         if budget:
             self.budget.load_state_dict(state["budget"])
 

@@ -41,7 +41,7 @@ PLAIN_EVERY = 64  # steps: one without drafts, so that their price stays known
 WAITING_SHARE = (
     4  # of the history's memory, this part as much again is for responses that are not history yet
 )
-PAUSE = 8  # steps, of which one is drafted for while nothing is worth it
+PAUSE = 16  # steps, of which one is drafted for while nothing is worth it
 
 
 def reward(path: str | Path, prompt_token_ids: Sequence[int], token_ids: Sequence[int], value: float) -> None:
