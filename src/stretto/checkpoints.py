@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +84,14 @@ def read_checkpoint(folder: Path) -> tuple[Checkpoint, dict[str, Any]]:
     for name, expected in body["files"].items():
         verify(folder / name, expected)
     return Checkpoint(body["step"], folder, body["state"]), body["log"]
+
+
+def run_of(folder: Path) -> Path | None:
+    """The folder of the run that `folder`, or what it links to (`latest`, `best`), is a checkpoint of; else None."""
+    found = folder.resolve()
+    run = found.parent.parent
+    named = found.parent.name == "checkpoints" and re.fullmatch(r"step-\d+", found.name)
+    return run if named and (run / "config.toml").is_file() else None
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -15,21 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
-from cyclopts.help import (
-    ColumnSpec,
-    DefaultFormatter,
-    DescriptionRenderer,
-    HelpEntry,
-    HelpPanel,
-    NameRenderer,
-)
 
 from stretto import __version__
+from stretto.cli_help import with_keys
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-
     from stretto.config import Config
     from stretto.run import RunResult
 
@@ -100,27 +91,7 @@ def _print_error(text: str, *, as_json: bool) -> None:
 # ---- help -----------------------------------------------------------------------------------------------
 
 
-def _with_keys(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-    """The options of a command, and after them every key of the configuration, section by section."""
-    from stretto.config.keys import sections_in_order, shown
-
-    DefaultFormatter()(console, options, panel)
-    name = ColumnSpec(renderer=NameRenderer(), style="cyclopts.name", no_wrap=True)
-    whole_names = DefaultFormatter(column_specs=(name, ColumnSpec(renderer=DescriptionRenderer())))
-    for section, description, keys in sections_in_order():
-        entries = [
-            HelpEntry(
-                positive_names=(f"--{key.name}",),
-                description=f"{key.field.description} ({key.expects})",
-                default=shown(key.default),
-            )
-            for key in keys
-        ]
-        title = f"{section}: {description}" if section else "Keys of the configuration"
-        whole_names(console, options, HelpPanel(format="parameter", title=title, entries=entries))
-
-
-FLAG_WITH_KEYS = Parameter(group=Group("Options", help_formatter=_with_keys), show_default=False)
+FLAG_WITH_KEYS = Parameter(group=Group("Options", help_formatter=with_keys), show_default=False)
 FLAG = Parameter(group=Group("Options"), show_default=False)
 OPTION = Parameter(group=Group("Options"))
 WORDS = Parameter(allow_leading_hyphen=True, show=False)
@@ -139,8 +110,9 @@ def train(
 ) -> int:
     """Train a model. Without arguments: the demo, on a CPU, in minutes.
 
-    CONFIG.toml or the name of a preset comes first; any key below may follow, with or without it. A list is
-    given in TOML or by repeating its option, and "none" unsets a key. The run goes to a new folder in `runs`.
+    CONFIG.toml or the name of a preset comes first; any key below may follow. Without either, keys that name a model
+    or prompts lie over the defaults, any others over the demo. A list is given in TOML or by repeating its option,
+    and "none" unsets a key. The run goes to a new folder in `runs`.
 
     Args:
         *words: The file or preset, and keys.
@@ -159,7 +131,7 @@ def train(
         return 0
     from stretto.trainer import Trainer
 
-    if config.name is None:
+    if config.name is None and source:
         config = config.model_copy(update={"name": f"{source}-{time.strftime('%Y%m%d-%H%M%S')}"})
     return _status(Trainer(config, reporter=open_reporter(as_json=json)).run())
 
@@ -201,7 +173,7 @@ def eval(
     target: str,
     /,
     *words: Annotated[str, WORDS],
-    checkpoint: Annotated[str, OPTION] = "latest",
+    checkpoint: Annotated[str | None, OPTION] = None,
     config: Annotated[str | None, OPTION] = None,
     json: Annotated[bool, FLAG] = False,
 ) -> int:
@@ -211,26 +183,30 @@ def eval(
     changed (--eval.limit 100; stretto train --help lists them).
 
     Args:
-        target: A run's folder, or a model's folder or hub name.
+        target: A run's folder, one of its checkpoints, or a model's folder or hub name.
         *words: Keys.
-        checkpoint: Of a run: initial, latest, best or step-N.
+        checkpoint: Of a run: initial, latest (unless set), best or step-N.
         config: For a model: a TOML file or preset that says what to evaluate on.
         json: Print one JSON object.
     """
-    from stretto.config import load_config, require_source
+    from stretto.config import default_source, load_config, require_source
     from stretto.observe.progress import SilentReporter, evaluation_text, open_reporter
 
-    run = Path(target) if (Path(target) / "config.toml").is_file() else None
+    run, which = _run_of(target, checkpoint)
     if run is not None:
         if config is not None:
             raise StrettoError(
                 "--config is for a model; a run has its configuration: change its keys instead"
             )
         resolved = load_config(run / "config.toml", words, saved=True)
+    elif config is None and default_source(words) == "demo":
+        raise StrettoError(
+            f"{target} is no run, nor a checkpoint in one; to evaluate a model, say on what, and how it is prompted: "
+            "--config CONFIG.toml or PRESET"
+        )
     else:
-        resolved = load_config(config, [f"--model.path={target}", *words])
+        resolved = load_config(config or {}, [f"--model.path={target}", *words])
     require_source(resolved)
-    which = _checkpoint(checkpoint)
     from stretto.trainer import evaluate
 
     reporter = SilentReporter() if json else open_reporter()
@@ -361,13 +337,14 @@ def bench(
 
 
 def _configured(words: Sequence[str]) -> tuple[str, Config]:
-    """The source's short name and the configuration that the words of `train` ask for."""
-    from stretto.config import load_config, split_words
+    """The source's short name, empty without one, and the configuration that the words of `train` ask for."""
+    from stretto.config import default_source, load_config, split_words
 
     plain, options = split_words(words)
     if len(plain) > 1:
         raise StrettoError(f'"{plain[1]}": one TOML file or preset at most, and options such as --steps 20')
-    return _short_name(plain[0]) if plain else "demo", load_config(plain[0] if plain else None, options)
+    source = plain[0] if plain else default_source(options)
+    return _short_name(source) if isinstance(source, str) else "", load_config(source, options)
 
 
 def _short_name(source: str) -> str:
@@ -376,10 +353,19 @@ def _short_name(source: str) -> str:
     return path.resolve().parent.name if path.name == "config.toml" else path.stem
 
 
-def _checkpoint(name: str) -> str:
+def _run_of(target: str, checkpoint: str | None) -> tuple[Path | None, str]:
+    """The run that `target` is, or is a checkpoint of, and which checkpoint is meant; no run for a model."""
+    from stretto.checkpoints import run_of
+
+    name = checkpoint or "latest"
     if name not in CHECKPOINTS and not re.fullmatch(r"step-\d+", name):
         raise StrettoError(f'--checkpoint "{name}": {nearest(name, (*CHECKPOINTS, "step-N"))}')
-    return name
+    if (Path(target) / "config.toml").is_file():
+        return Path(target), name
+    run = run_of(Path(target))
+    if run is not None and checkpoint is not None:
+        raise StrettoError(f"{target} is a checkpoint itself: --checkpoint is for a run's folder")
+    return run, name if run is None else Path(target).resolve().name
 
 
 def _line(content: Mapping[str, Any]) -> str:

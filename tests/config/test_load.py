@@ -12,6 +12,7 @@ import pytest
 
 from stretto.config import (
     Config,
+    default_source,
     load_config,
     parse_options,
     preset_names,
@@ -48,6 +49,22 @@ def test_without_arguments_it_is_the_demo() -> None:
     assert config == load_config("demo")
     assert config.data.task == "knights"
     assert "demo" in preset_names()
+
+
+@pytest.mark.parametrize(
+    ("words", "source"),
+    [
+        ([], "demo"),
+        (["--steps", "3", "--model.dtype", "float64", "--data.limit", "3"], "demo"),
+        (["--data.path", "none"], "demo"),
+        (["--model.path", "org/name"], {}),
+        (["--data.path=rows.jsonl"], {}),
+        (["--data.task", "knights"], {}),
+        (["--data", '{dataset = "org/name"}'], {}),
+    ],
+)
+def test_a_model_or_prompts_of_ones_own_do_not_lie_over_the_demo(words: Sequence[str], source: Any) -> None:
+    assert default_source(words) == source
 
 
 def test_every_preset_loads() -> None:

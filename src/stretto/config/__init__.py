@@ -5,7 +5,7 @@ from __future__ import annotations
 from stretto.config.base import Section
 from stretto.config.checks import COMPARED, require_source, resume_warnings, warnings
 from stretto.config.dump import MAY_CHANGE_ON_RESUME, check_resumable, difference, dump_toml
-from stretto.config.load import load_config, preset_names
+from stretto.config.load import default_source, load_config, preset_names
 from stretto.config.overrides import parse_options, split_words
 from stretto.config.schedules import ScheduleConfig
 from stretto.config.sections import (
@@ -47,6 +47,7 @@ __all__ = [
     "Section",
     "TrackConfig",
     "check_resumable",
+    "default_source",
     "difference",
     "dump_toml",
     "load_config",

@@ -37,6 +37,18 @@ def preset_names() -> list[str]:
     )
 
 
+def default_source(options: Sequence[str]) -> str | Tree:
+    """What lies below command-line `options` where they come without a file or preset: the demo, or, where they name a
+    model or prompts of their own, nothing but defaults: what the demo sets was chosen for its model.
+    """
+    layer: Tree = {}
+    for key, value in parse_options(options).items():
+        _put(layer, key, value, lambda key: "")
+    own = [("model", "path"), *(("data", key) for key in SOURCES)]
+    given = [layer[name].get(key) for name, key in own if isinstance(layer.get(name), dict)]
+    return {} if any(value not in (None, "none") for value in given) else "demo"
+
+
 def load_config(
     source: str | Path | Mapping[str, Any] | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),

@@ -292,7 +292,7 @@ class Config(Section):
     """A whole run. `stretto train --dry-run` prints it resolved."""
 
     name: str | None = Field(default=None, pattern=r"^[\w][\w.+-]*$")
-    """The run folder's name; none: the preset's or file's name and the time."""
+    """The run folder's name; none: the preset's or file's name, if any, and the time."""
     runs: str = "runs"
     """The folder of run folders, relative to the current one."""
     seed: int = Field(default=0, ge=0, lt=2**63)
