@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,3 +57,12 @@ def tiny_model(
     torch.set_rng_state(state)
     built: PreTrainedModel = model.to(dtype).eval()
     return built
+
+
+def swap_tokens(tokenizer: Path) -> None:
+    """Let the last two tokens of a tokenizer.json change places."""
+    found = json.loads(tokenizer.read_text())
+    vocabulary = found["model"]["vocab"]
+    a, b = list(vocabulary)[-2:]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    tokenizer.write_text(json.dumps(found))

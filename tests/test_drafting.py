@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer
 from tests.draft.engine import drafter as a_drafter
 from tests.draft.engine import rollout as a_rollout
+from tests.models import swap_tokens
 from tests.test_trainer import assert_same_run, metrics, small
 
 
@@ -90,12 +90,7 @@ def with_other_tokens(run: Path, folder: Path) -> Path:
 def with_another_tokenizer(run: Path, folder: Path) -> Path:
     """A copy of the run, two of whose tokens have changed places."""
     shutil.copytree(run, folder, symlinks=True)
-    file = folder / "checkpoints/step-000003/tokenizer.json"
-    found = json.loads(file.read_text())
-    vocabulary = found["model"]["vocab"]
-    a, b = list(vocabulary)[-2:]
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-    file.write_text(json.dumps(found))
+    swap_tokens(folder / "checkpoints/step-000003/tokenizer.json")
     return folder
 
 

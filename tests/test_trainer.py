@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +18,13 @@ import stretto
 from stretto.config import Config, DataConfig, dump_toml, load_config
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
+from stretto.model import location
 from stretto.observe.progress import SilentReporter
 from stretto.records import State
 from stretto.run import RunResult
 from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer, train
-from tests.models import tiny_model
+from tests.models import swap_tokens, tiny_model
 from tests.rewards import brief, failing
 from tests.tasks.two_turn import TwoTurn
 
@@ -31,6 +34,7 @@ rollout/bubble_ratio rollout/discarded_tokens rollout/reverified_tokens spec/dra
 spec/mean_acceptance_length off_policy/staleness_mean off_policy/staleness_max off_policy/ratio_mean
 off_policy/clip_fraction off_policy/logprob_mismatch policy/loss policy/kl policy/entropy policy/grad_norm""".split()
 
+ROOT = Path(__file__).parent.parent
 REWARDS = Path(__file__).parent / "rewards.py"
 
 
@@ -95,6 +99,45 @@ def test_a_run_leaves_what_the_contract_says(undisturbed: Path) -> None:
         load_file(f / "model.safetensors") for f in sorted((undisturbed / "checkpoints").iterdir())[-2:]
     )
     assert any(not before[name].equal(after[name]) for name in before)
+
+
+def test_every_metric_is_described(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"eval.enabled": True, "eval.limit": 1, "data.limit": 2}
+    changes |= {
+        "reuse.kind": "prefix",
+        "learner.kl_coef": 0.1,
+        "reward.functions": ["task", f"{REWARDS}:vowels"],
+    }
+    lines = metrics(Trainer(small(tmp_path, "described", **changes)).run().folder)
+    names = {name for line in lines for name in line}
+    for folder in ("schedule", "learn"):  # what only other schedules, or learners in processes, have
+        for module in (ROOT / "src/stretto" / folder).glob("*.py"):
+            names |= set(re.findall(r'"((?:schedule|policy|off_policy|time)/\w+)"', module.read_text()))
+    page = (ROOT / "docs/runs.md").read_text().partition("## Metrics")[2].partition("## Rollouts")[0]
+    described = [
+        _pattern(name)
+        for cell in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+        for name in re.findall(r"`(.+?)`", cell)
+    ]
+    assert len(names) > 100
+    assert "schedule/chunks" in names
+    assert "time/trainer" in names
+    assert sorted(name for name in names if not any(re.fullmatch(p, name) for p in described)) == []
+
+
+def _pattern(name: str) -> str:
+    """What names of metrics a name in the page stands for: `a/{b,c}`, `a/{1..8}`, `a/NAME`, `a/*`."""
+    parts = re.split(r"(\{.*?\}|\*|\b[A-Z]+\b)", name)
+    for i, part in enumerate(parts):
+        if ".." in part:
+            parts[i] = r"\d+"
+        elif part.startswith("{"):
+            parts[i] = f"({part[1:-1].replace(',', '|')})"
+        elif part == "*":
+            parts[i] = ".+"
+        elif part.isupper():
+            parts[i] = r"[\w.#]+"
+    return "".join(parts)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(undisturbed: Path, tmp_path: Path) -> None:
@@ -250,9 +293,46 @@ def test_resume_with_other_data_is_refused_and_removes_nothing(tmp_path: Path) -
     rows = [{"prompt": f"Ann says Bo is a knave . {i}"} for i in range(3)]
     folder = Trainer(config, data=rows).run().folder
     before = sorted(p.relative_to(folder) for p in folder.rglob("*"))
-    with pytest.raises(StrettoError, match="not those that the run was begun with"):
+    with pytest.raises(StrettoError, match="not those that the run was begun with .* row 2 .* is not there$"):
         Trainer.resume(folder, step=2, data=rows[:2]).run()
     assert sorted(p.relative_to(folder) for p in folder.rglob("*")) == before
+
+
+def test_a_run_whose_files_were_moved_goes_on_from_where_they_are(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(location("demo"), old / "model")
+    shutil.copy(REWARDS, old / "mine.py")
+    lines = (ROOT / "examples/own_reward/puzzles.jsonl").read_text().splitlines()[:4]
+    (old / "rows.jsonl").write_text("\n".join(lines))
+
+    def files(folder: Path) -> dict[str, Any]:
+        where = {"data.path": "rows.jsonl", "model.path": "model"}
+        named = {key: str(folder / name) for key, name in where.items()}
+        return {**named, "reward.functions": [f"{folder / 'mine.py'}:vowels"]}
+
+    whole = Trainer(small(tmp_path, "whole", **files(old))).run().folder
+    folder = Trainer(small(tmp_path, "moved", steps=2, **files(old))).run().folder
+    old.rename(new)
+    before = sorted(p.relative_to(folder) for p in folder.rglob("*"))
+    other = {**files(new), "data.path": str(tmp_path / "other.jsonl"), "steps": 3}
+    for rows, said in (
+        (
+            [lines[1], lines[0], *lines[2:]],
+            r"the prompt of row 0 .* was 'Puzzle : Hal .*' and is 'Puzzle : Fay",
+        ),
+        ([*lines, lines[0]], "another number or order of rows that were not answered yet"),
+    ):
+        (tmp_path / "other.jsonl").write_text("\n".join(rows))
+        with pytest.raises(StrettoError, match=said):
+            Trainer.resume(folder, other).run()
+    swapped = shutil.copytree(new / "model", tmp_path / "words")
+    swap_tokens(swapped / "tokenizer.json")
+    with pytest.raises(StrettoError, match="step-000002 has another tokenizer than this run"):
+        Trainer.resume(folder, {**files(new), "model.path": str(swapped), "steps": 3}).run()
+    assert sorted(p.relative_to(folder) for p in folder.rglob("*")) == before
+    Trainer.resume(folder, {**files(new), "steps": 3}).run()
+    assert_same_run(whole, folder)
+    assert load_config(folder / "config.toml").data.path == str(new / "rows.jsonl")
 
 
 def test_async_trains_with_weights_of_its_own_and_reports_its_staleness(tmp_path: Path) -> None:

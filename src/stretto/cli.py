@@ -147,8 +147,9 @@ def resume(
     """Continue a run from its newest checkpoint; if nothing is changed, the result is the undisturbed run's.
 
     steps, learner.shards, learner.place and the sections checkpoint, eval, draft, history, fleet and track may be
-    changed by their keys (--steps, --checkpoint.every, ...; stretto train --help lists them). Any other change would
-    make it another run: refused.
+    changed by their keys (--steps, --checkpoint.every, ...; stretto train --help lists them), and --data.path,
+    --model.path and --reward.functions may say where files have been moved. Any other change would make it another
+    run: refused.
 
     Args:
         run: The run's folder.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,7 +23,7 @@ from stretto.history.log import read_answered, read_ended, read_rollouts
 from stretto.history.previous import PreviousVisits
 from stretto.model import load_tokenizer
 from stretto.observe.progress import Reporter
-from stretto.records import Rollout
+from stretto.records import Prompt, Rollout
 from stretto.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,12 @@ class Earlier:
             yield kept
 
 
+def check_tokenizer(checkpoint: Path, inputs: Inputs) -> None:
+    """Raise StrettoError if the folder's tokenizer gives tokens other ids than this run's."""
+    if load_tokenizer(ModelConfig(path=str(checkpoint))).get_vocab() != inputs.tokenizer.get_vocab():
+        raise StrettoError(f"{checkpoint} has another tokenizer than this run (model.path, model.tokenizer)")
+
+
 def find_earlier(config: Config, inputs: Inputs, *, resuming: bool = False) -> Earlier | None:
     """The responses of `history.warm_from` to the prompts of this run, read once to see that they can be used.
 
@@ -100,7 +107,8 @@ def find_earlier(config: Config, inputs: Inputs, *, resuming: bool = False) -> E
         return None
     try:
         run = RunFolder.open(Path(path))
-        _check_tokenizer(run, inputs)
+        if steps := run.checkpoint_steps():
+            check_tokenizer(run.checkpoint_folder(steps[-1]), inputs)
         earlier = Earlier(run, _answers_to(run, inputs, config.history.window))
         _check_tokens(earlier, inputs)
     except StrettoError as error:
@@ -109,16 +117,6 @@ def find_earlier(config: Config, inputs: Inputs, *, resuming: bool = False) -> E
         logger.warning("nothing is drafted from history.warm_from: %s", error)
         return None
     return earlier
-
-
-def _check_tokenizer(run: RunFolder, inputs: Inputs) -> None:
-    """Raise StrettoError if the run's checkpoints have a tokenizer that gives tokens other ids."""
-    steps = run.checkpoint_steps()
-    if not steps:
-        return
-    folder = run.checkpoint_folder(steps[-1])
-    if load_tokenizer(ModelConfig(path=str(folder))).get_vocab() != inputs.tokenizer.get_vocab():
-        raise StrettoError(f"{folder} has another tokenizer than this run")
 
 
 def _answers_to(run: RunFolder, inputs: Inputs, window: int) -> Newest:
@@ -211,3 +209,22 @@ def restore_lengths(lengths: LengthHistory, folder: RunFolder, step: int) -> Non
             continue
         lengths.observe_lengths(ended)
     lengths.metrics()  # those of the steps before have been written
+
+
+def first_other_prompt(
+    folder: RunFolder, step: int, prompts: Sequence[Prompt]
+) -> tuple[Prompt, Prompt | None] | None:
+    """Of the prompts that ended responses up to `step` answer, the first by row that `prompts` has not there, and what
+    it has; None if it has all of them.
+    """
+    ours = {prompt.row: prompt for prompt in prompts}
+    others: dict[int, Prompt] = {}
+    for number in range(1, step + 1):
+        with suppress(StrettoError):  # a damaged file is not what this is about
+            for old in (ended.prompt for ended in read_ended(folder.log_file("rollouts", number))):
+                if old.row not in ours or ours[old.row].uid != old.uid:
+                    others[old.row] = old
+    if not others:
+        return None
+    first = others[min(others)]
+    return first, ours.get(first.row)

@@ -18,10 +18,12 @@ from stretto.assemble import (
 )
 from stretto.buffer import Ledger
 from stretto.checkpoints import Checkpoint
-from stretto.config import Config
+from stretto.config import COMPARED, Config
 from stretto.controller import Controller
 from stretto.drafting import (
     Earlier,
+    check_tokenizer,
+    first_other_prompt,
     make_previous,
     restore_drafter,
     restore_histories,
@@ -31,6 +33,7 @@ from stretto.drafting import (
 from stretto.engine import Engine
 from stretto.engine.vllm import VllmEngine
 from stretto.engines import make_engine, make_separate_engine
+from stretto.errors import StrettoError
 from stretto.evaluation import Evaluation, evaluate
 from stretto.fleet import Drafting, Fleet
 from stretto.fleet.in_process import InProcessFleet
@@ -211,10 +214,10 @@ class Run:
             self.reporter.message(f"{self.config.fleet.workers} workers load the model")
             self.fleet.wait_until_ready()
 
-    def restore(self, step: int | None, eval_changed: Sequence[str]) -> None:
-        """Back to the newest checkpoint; what is later is written again.
+    def restore(self, step: int | None, changed: Sequence[str]) -> None:
+        """Back to the newest checkpoint; what is later is written again. `changed` are keys with new values.
 
-        `eval_changed` are keys whose change makes accuracies from before incomparable with those to come.
+        Raises StrettoError, with nothing removed, if prompts or tokenizer are not those of the checkpoint.
         """
         checkpoint = self.folder.newest_checkpoint(step)
         if checkpoint is None:
@@ -223,6 +226,9 @@ class Run:
             self.begin()
             return
         state = checkpoint.state
+        if {"model.path", "model.tokenizer"} & set(changed):
+            check_tokenizer(checkpoint.folder, self.inputs)
+        self._check_prompts(checkpoint)
         self.learner.load(checkpoint.folder)
         in_flight = read_rollouts(self.folder.log_file("in_flight", checkpoint.step), self.inputs.train)
         self.unanswered = self.ledger.load_state_dict(state["ledger"], in_flight)
@@ -234,10 +240,29 @@ class Run:
         self.folder.rewind(checkpoint.step)
         best = state["best"]
         if best and best[1] in self.folder.checkpoint_steps():  # else a later one replaced it, and is rewound
-            self.recorder.best = (None if eval_changed else best[0], best[1])
+            comparable = not any(key in COMPARED for key in changed)
+            self.recorder.best = (best[0] if comparable else None, best[1])
         self.reporter.message(f"goes on from step {checkpoint.step}")
         self._await_workers()
         self.recorder.resumed(state["owed"])
+
+    def _check_prompts(self, checkpoint: Checkpoint) -> None:
+        """Raise StrettoError, naming the first row that differs, if the data are others than the run was begun with."""
+        if checkpoint.state["prompts"]["prompts"] == self.stream.fingerprint():
+            return
+        said = "another number or order of rows that were not answered yet"
+        found = first_other_prompt(self.folder, checkpoint.step, self.inputs.train)
+        if found is not None:
+            was, now = (
+                repr(self.inputs.tokenizer.decode(prompt.token_ids)[:80])
+                if prompt is not None
+                else "not there"
+                for prompt in found
+            )
+            said = f"the prompt of row {found[0].row} (from 0) was {was} and is {now}"
+        raise StrettoError(
+            f"data: the prompts are not those that the run was begun with (other rows or tokenizer): {said}"
+        )
 
     def _restore_history(self, checkpoint: Checkpoint) -> None:
         """What drafts, prefix reuse and predictions of lengths come from, as it was at the checkpoint."""

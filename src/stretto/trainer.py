@@ -17,7 +17,6 @@ from stretto.assemble import (
     with_threads,
 )
 from stretto.config import (
-    COMPARED,
     Config,
     check_resumable,
     difference,
@@ -166,7 +165,7 @@ class Trainer:
             with runtime.signals():
                 # What was changed or measured decides in a resumed run, too; a resume that fails changes nothing.
                 if self._resuming:
-                    run.restore(self._resume_step, [key for key in self._changed if key in COMPARED])
+                    run.restore(self._resume_step, self._changed)
                     folder.save_config(dump_toml(run.config))
                 else:
                     folder.save_config(dump_toml(run.config))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from stretto.config.base import Section
-from stretto.config.checks import COMPARED, require_source, resume_warnings, warnings
-from stretto.config.dump import MAY_CHANGE_ON_RESUME, check_resumable, difference, dump_toml
+from stretto.config.checks import require_source, warnings
+from stretto.config.dump import difference, dump_toml
 from stretto.config.load import default_source, load_config, preset_names
 from stretto.config.overrides import parse_options, split_words
+from stretto.config.resume import COMPARED, MAY_CHANGE_ON_RESUME, MAY_MOVE, check_resumable, resume_warnings
 from stretto.config.schedules import ScheduleConfig
 from stretto.config.sections import (
     CheckpointConfig,
@@ -29,6 +30,7 @@ from stretto.config.sections import (
 __all__ = [
     "COMPARED",
     "MAY_CHANGE_ON_RESUME",
+    "MAY_MOVE",
     "CheckpointConfig",
     "Config",
     "DataConfig",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stretto.config import idle, vllm
@@ -314,37 +313,6 @@ def require_source(config: Config) -> None:
     """
     if all(getattr(config.data, key) is None for key in SOURCES):
         raise StrettoError('no prompts: set one of data.task (such as "knights"), data.path or data.dataset')
-
-
-COMPARED = ("eval.split", "eval.path", "eval.limit", "eval.samples", "eval.temperature")
-"""Keys on which an evaluation's accuracy depends: with one changed, it cannot be compared with those before."""
-
-
-EXACTLY = ("fleet.kind", "fleet.workers", "fleet.threads", "learner.shards")
-"""Keys that decide what is computed together."""
-
-
-def resume_warnings(config: Config, changed: Sequence[str]) -> list[str]:
-    """What it means for a resumed run that the keys `changed` have new values."""
-    said = []
-    if "steps" in changed and config.learner.lr_schedule != "constant":
-        said.append(
-            f'steps = {config.steps}: learner.lr_schedule = "{config.learner.lr_schedule}" now ends there, so the '
-            "steps to come have other learning rates than they would have had"
-        )
-    fleet = [key for key in changed if key in EXACTLY]
-    if fleet and config.deterministic:
-        said.append(
-            f"{', '.join(fleet)} changed: from here on it is not bit for bit the run that it would have been (a "
-            "token's last bits depend on what is computed beside it)"
-        )
-    compared = [key for key in changed if key in COMPARED]
-    if compared:
-        said.append(
-            f"{', '.join(compared)} changed: accuracies from now on cannot be compared with those before, "
-            "and the best checkpoint is chosen anew"
-        )
-    return said
 
 
 def _reuse_warnings(config: Config) -> list[str]:

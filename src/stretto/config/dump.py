@@ -9,23 +9,10 @@ from typing import Any
 import tomli_w
 
 from stretto.config.base import Section
-from stretto.config.keys import KEYS, SECTIONS, shown
+from stretto.config.keys import KEYS, SECTIONS
 from stretto.config.paths import resolve_paths
 from stretto.config.sections import Config
 from stretto.errors import StrettoError
-
-MAY_CHANGE_ON_RESUME = (
-    "steps",
-    "checkpoint",
-    "eval",
-    "draft",
-    "history",
-    "fleet",
-    "learner.shards",
-    "learner.place",
-    "track",
-)
-"""Keys and sections that a resumed run may set anew; any other would make it another run."""
 
 
 def dump_toml(config: Config) -> str:
@@ -77,22 +64,3 @@ def difference(a: Config, b: Config) -> list[str]:
     """The keys whose values differ, in the order of the configuration."""
     before, after = flat(a), flat(b)
     return [key for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key)]
-
-
-def check_resumable(saved: Config, wanted: Config) -> None:
-    """Whether a run begun with `saved` may go on with `wanted`.
-
-    Raises:
-        StrettoError: names every key that differs and may not.
-    """
-    before, after = flat(saved), flat(wanted)
-    changed = [
-        f"{key} = {shown(after.get(key))} (the run has {shown(before.get(key))})"
-        for key in difference(saved, wanted)
-        if key not in MAY_CHANGE_ON_RESUME and key.split(".")[0] not in MAY_CHANGE_ON_RESUME
-    ]
-    if changed:
-        raise StrettoError(
-            f"a resumed run keeps its configuration: {', '.join(changed)}. What may change: "
-            f"{', '.join(MAY_CHANGE_ON_RESUME)}. To train with another one, start a new run: stretto train"
-        )

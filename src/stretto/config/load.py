@@ -17,7 +17,7 @@ from stretto.config.checks import SOURCES
 from stretto.config.idle import USED_WITH
 from stretto.config.keys import KEYS, OPTIONAL_SECTIONS, SECTIONS, ancestors, did_you_mean, shown
 from stretto.config.overrides import parse_options
-from stretto.config.paths import resolve_paths
+from stretto.config.paths import name_in_file, resolve_paths
 from stretto.config.sections import Config
 from stretto.errors import StrettoError, nearest
 
@@ -114,6 +114,9 @@ def _leave_source(below: Tree, above: Tree) -> None:
     old, new = below.get("data"), above.get("data")
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return
+    task = name_in_file(new.get("task"))
+    if task is not None and task == name_in_file(old.get("task")):
+        return  # it has only been moved
     if any(new.get(key) not in (None, "none", old.get(key)) for key in SOURCES):
         for key in (*SOURCES, "args"):
             old.pop(key, None)

@@ -32,6 +32,12 @@ def resolve_paths(tree: dict[str, Any], folder: Path) -> None:
             values[key] = [resolve(item, folder) if isinstance(item, str) else item for item in value]
 
 
+def name_in_file(value: object) -> str | None:
+    """The name in `file.py:name`; None for a value of another form."""
+    file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return name if file.endswith(".py") else None
+
+
 def _file(value: str, folder: Path) -> str:
     return str(folder / Path(value).expanduser()) if value else value
 
