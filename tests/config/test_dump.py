@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.config import Config, difference, dump_toml, load_config
 from stretto.config.checks import USED_BY
-from stretto.config.idle import USED_WITH
+from stretto.config.idle import RATIO, USED_WITH, recomputed
 from stretto.config.keys import KEYS, Key
 from stretto.errors import StrettoError
 
@@ -78,6 +78,9 @@ def configs(draw: st.DrawFn) -> Config:
     overrides |= {
         name: 1 for name in ("schedule.long_workers", "schedule.local_workers") if name in overrides
     }
+    how = recomputed(overrides.get("deterministic", True), overrides["learner.old_logprobs"])
+    for name in [name for name, used in RATIO.items() if used != how]:
+        overrides.pop(f"learner.{name}", None)
     for name, (other, values) in USED_WITH.items():
         if overrides.get(other, KEYS[other].default) not in values:
             overrides.pop(name, None)

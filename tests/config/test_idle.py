@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 
 from stretto.config import dump_toml, load_config, preset_names
-from stretto.config.idle import USED_WITH
+from stretto.config.idle import RATIO, USED_WITH
 from stretto.config.keys import KEYS
 from stretto.errors import StrettoError
 
@@ -91,3 +91,46 @@ def test_workers_set_apart_must_be_there(kind: str, knob: str) -> None:
     load_config("demo", {**fleet, f"schedule.{knob}": 2})
     with pytest.raises(StrettoError, match=rf"schedule\.{knob} = 3, but fleet\.workers = 2; use at most 2"):
         load_config("demo", {**fleet, f"schedule.{knob}": 3})
+
+
+RECOMPUTED: tuple[dict[str, Any], ...] = (
+    {},
+    {"deterministic": False, "learner.old_logprobs": "recompute"},
+)
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"deterministic": False},
+    {"deterministic": False, "learner.old_logprobs": "behaviour"},
+)
+RATIO_SET: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.3, "importance_cap": None}
+
+
+@pytest.mark.parametrize("name", RATIO)
+def test_a_clip_of_ratios_of_1_is_refused_and_so_is_a_cap_of_no_weights(name: str) -> None:
+    set_to = {f"learner.{name}": RATIO_SET[name]}
+    used, idle = (RECOMPUTED, ENGINES) if RATIO[name] else (ENGINES, RECOMPUTED)
+    for how in used:
+        assert getattr(load_config({}, {**how, **set_to}).learner, name) == RATIO_SET[name]
+    for how in idle:
+        with pytest.raises(
+            StrettoError, match=rf"learner\.{name} = .* does nothing with learner\.old_logprobs = "
+        ):
+            load_config({}, {**how, **set_to})
+
+
+@pytest.mark.parametrize("name", RATIO)
+def test_a_clip_or_cap_that_a_file_meant_for_other_log_probs_is_left_with_it(
+    name: str, tmp_path: Path
+) -> None:
+    used, idle = (True, False) if RATIO[name] else (False, True)
+    path = tmp_path / "config.toml"
+    path.write_text(dump_toml(load_config({}, {"deterministic": used, f"learner.{name}": RATIO_SET[name]})))
+    changed = load_config(path, {"deterministic": idle})
+    assert getattr(changed.learner, name) == KEYS[f"learner.{name}"].default
+    text = path.read_text()
+    assert f"deterministic = {str(used).lower()}" in text
+    path.write_text(
+        text.replace(f"deterministic = {str(used).lower()}", f"deterministic = {str(idle).lower()}")
+    )
+    with pytest.raises(StrettoError, match="does nothing"):
+        load_config(path)
+    assert load_config(path, saved=True) == changed  # a run of a version that took it

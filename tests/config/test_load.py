@@ -136,9 +136,9 @@ def test_lora_is_set_by_any_of_its_keys_and_unset_by_none(toml: Any) -> None:
 
 def test_overrides_may_be_values_nested_or_dotted() -> None:
     config = load_config(
-        {"learner": {"learning_rate": 1e-5}}, {"learner": {"eps": 1e-6}, "learner.clip_low": 0.1}
+        {"learner": {"learning_rate": 1e-5}}, {"learner": {"eps": 1e-6}, "learner.warmup_steps": 2}
     )
-    assert (config.learner.learning_rate, config.learner.eps, config.learner.clip_low) == (1e-5, 1e-6, 0.1)
+    assert (config.learner.learning_rate, config.learner.eps, config.learner.warmup_steps) == (1e-5, 1e-6, 2)
 
 
 def test_the_given_mapping_is_left_as_it_is() -> None:

@@ -31,6 +31,8 @@ USED_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
     "schedule.refresh_budget": ("schedule.off_policy_strategy", ("refresh",)),
 }
 """Keys that do something only with certain values of another key of their section."""
+RATIO = {"clip_low": False, "clip_high": False, "importance_cap": True}
+"""Keys of `learner`, and whether they are for log-probs that the learner recomputes or for the engine's."""
 OWN_WORKERS = {"stream": "long_workers", "elastic": "local_workers"}
 
 
@@ -46,6 +48,30 @@ def section(config: Any, name: str) -> None:
             raise StrettoError(
                 f"{key} = {_toml(value)} does nothing with {other} = {_toml(chosen)}; it is for "
                 f"{' or '.join(map(_toml, values))}: leave it at {_toml(default)}"
+            )
+
+
+def recomputed(deterministic: object, old_logprobs: object) -> bool:
+    """Whether the learner recomputes the log-probs that the probability ratio starts from."""
+    return old_logprobs == "recompute" or (old_logprobs == "auto" and deterministic is True)
+
+
+def _ratio(config: Config) -> None:
+    """Raises StrettoError for a clip of ratios that are all 1, or a cap of weights that there are none of."""
+    recomputes = recomputed(config.deterministic, config.learner.old_logprobs)
+    set_to = {"learner.old_logprobs": config.learner.old_logprobs, "deterministic": config.deterministic}
+    by = " and ".join(f"{key} = {_toml(value)}" for key, value in set_to.items())
+    if recomputes:
+        why = "the learner recomputes log-probs, with which every probability ratio is 1"
+        other = '"behaviour"' + (", with deterministic = false" if config.deterministic else "")
+    else:
+        why, other = "the ratio starts from the engine's log-probs: nothing is left to correct", '"recompute"'
+    for name, used in RATIO.items():
+        value, default = getattr(config.learner, name), type(config.learner).model_fields[name].default
+        if used != recomputes and value != default:
+            raise StrettoError(
+                f"learner.{name} = {_toml(value)} does nothing with {by}: {why}; it is for {other}: leave it at "
+                f"{_toml(default)}"
             )
 
 
@@ -66,5 +92,6 @@ def run(config: Config) -> None:
     """Raises StrettoError for keys that do nothing in this run, or workers that are not there."""
     for name in dict.fromkeys(key.partition(".")[0] for key in USED_WITH):
         section(getattr(config, name), name)
+    _ratio(config)
     if said := too_many_workers(config.schedule, config.fleet.workers, "fleet.workers"):
         raise StrettoError(f"schedule.{said}")

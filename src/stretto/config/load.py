@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stretto.config.checks import SOURCES
-from stretto.config.idle import USED_WITH
+from stretto.config.idle import RATIO, USED_WITH, recomputed
 from stretto.config.keys import KEYS, OPTIONAL_SECTIONS, SECTIONS, ancestors, did_you_mean, shown
 from stretto.config.overrides import parse_options
 from stretto.config.paths import name_in_file, resolve_paths
@@ -131,6 +131,15 @@ def _leave_idle(below: Tree, above: Tree) -> None:
             continue
         if new.get(other.rpartition(".")[2], values[0]) not in values:
             old.pop(name, None)
+    learner, old = above.get("learner", {}), below.get("learner")
+    if not (isinstance(learner, dict) and isinstance(old, dict)):
+        return
+    if "deterministic" in above or "old_logprobs" in learner:
+        both = _merge(below, above)
+        how = recomputed(both.get("deterministic", True), both["learner"].get("old_logprobs", "auto"))
+        for name, used in RATIO.items():
+            if used != how:
+                old.pop(name, None)
 
 
 def _plain(mapping: Mapping[str, Any]) -> Tree:

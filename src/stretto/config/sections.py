@@ -224,9 +224,9 @@ class LearnerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients are scaled down to this norm."""
     clip_low: float = Field(default=0.2, ge=0.0)
-    """The probability ratio is clipped below 1 - clip_low."""
+    """The probability ratio is clipped below 1 - clip_low; with behaviour only, since recompute makes it 1."""
     clip_high: float = Field(default=0.2, ge=0.0)
-    """And above 1 + clip_high."""
+    """And above 1 + clip_high; with behaviour only."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """KL to the initial policy, k3 estimator; 0: no reference model is kept."""
     entropy_coef: float = 0.0
