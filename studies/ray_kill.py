@@ -7,7 +7,7 @@ undisturbed run's time. Then: everything admitted has ended once or is under way
 versions and mask entries as tokens; under `synchronous` the tokens are those of the undisturbed run, and under
 every schedule each trained token is what an engine that knows nothing else says after the tokens before it, under its
 recorded version and key. Finished cases are kept in the folder's `cases.jsonl`; called again, the study goes on
-with the missing ones. Exit status 1 if any case fails. Needs Ray: `pip install 'stretto[ray]'`.
+with the missing ones. Exit status 1 if any case fails. Needs Ray: `pip install '.[ray]'`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def problems(folder: Path, config: Config) -> list[str]:
 def differing(folder: Path, config: Config, rollouts: Sequence[Rollout]) -> list[str]:
     """Responses with tokens that their recorded weights do not say again."""
     inputs = read_inputs(config)
-    how = sampling_params(config, inputs.tokenizer)
+    how = sampling_params(config, inputs.ends)
     found = []
     for version in sorted({int(v) for r in rollouts for v in r.versions}):
         path = str(folder / f"checkpoints/step-{version:06d}") if version else config.model.path

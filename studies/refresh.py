@@ -74,7 +74,7 @@ def again(config: Config, rollouts: Sequence[Rollout], weights: Path) -> list[Ce
         long = [rollout for rollout in rollouts if rollout.token_ids.size >= length]
         if not long:
             continue
-        how = replace(sampling_params(config, inputs.tokenizer), max_new_tokens=length)
+        how = replace(sampling_params(config, inputs.ends), max_new_tokens=length)
         requests = [_request(i, rollout, how) for i, rollout in enumerate(long)]
         sides = []
         for drafter in (HistoryDrafter(HistoryIndex(), Fixed(PATH), slots=slots, sources=["dropped"]), None):

@@ -75,7 +75,13 @@ def answered(run: Path, samples: int) -> list[float]:
     spec = reward_spec(config.reward, inputs.data, None)
     with RewardWorkers(spec, config.reward, lambda event: None, lambda text: []) as workers:
         found = evaluate(
-            model, inputs.tokenizer, inputs.test, workers, config, max_model_len=inputs.max_model_len
+            model,
+            inputs.tokenizer,
+            inputs.test,
+            workers,
+            config,
+            ends=inputs.ends,
+            max_model_len=inputs.max_model_len,
         )
     if found.interrupted:
         raise KeyboardInterrupt

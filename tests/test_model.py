@@ -19,6 +19,7 @@ from stretto.errors import StrettoError
 from stretto.model import (
     FAMILIES,
     check_supported,
+    end_tokens,
     hidden_states,
     load_model,
     load_tokenizer,
@@ -216,3 +217,13 @@ def test_devices() -> None:
         assert resolve_device("auto").type == "cpu"
         with pytest.raises(StrettoError, match="no CUDA device"):
             resolve_device("cuda")
+
+
+def test_tokens_that_end_a_response_are_the_tokenizers_and_the_models(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(tmp_path), tokenizer="demo")
+    tokenizer = load_tokenizer(config)
+    own = tokenizer.eos_token_id
+    assert end_tokens(config, tokenizer, 300) == (own,)
+    for named, ends in ((7, (own, 7)), ([own, 9, 7, 300], (own, 9, 7)), (None, (own,))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert end_tokens(config, tokenizer, 300) == ends

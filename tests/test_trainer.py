@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.model import location
 from stretto.observe.progress import SilentReporter
-from stretto.records import State
+from stretto.records import FinishReason, State
 from stretto.run import RunResult
 from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer, train
@@ -450,3 +451,30 @@ def test_an_evaluation_that_was_broken_off_is_made_on_resume(tmp_path: Path) -> 
         [line.get(k) for k in keys] for line in metrics(whole)
     ]
     assert_same_run(whole, broken.folder)
+
+
+def test_a_response_ends_at_every_token_that_the_model_says_ends_one(tmp_path: Path) -> None:
+    """generation_config.json of a chat model names more of them than its tokenizer."""
+    model = tmp_path / "model"
+    shutil.copytree(location("demo"), model)
+    changes: dict[str, Any] = {"model.path": str(model), "steps": 1, "eval.enabled": True, "eval.limit": 4}
+
+    def responses(name: str) -> list[tuple[list[int], FinishReason]]:
+        folder = Trainer(small(tmp_path, name, **changes)).run().folder
+        return [
+            (rollout.token_ids.tolist(), rollout.finish_reason)
+            for rollout in read_rollouts(folder / "consumed/step-000001.parquet")
+        ]
+
+    plain = responses("plain")
+    file = model / "generation_config.json"
+    known = json.loads(file.read_text())
+    said = Counter(token for tokens, _ in plain for token in tokens if token != known["eos_token_id"])
+    ((end, _),) = said.most_common(1)
+    file.write_text(json.dumps({**known, "eos_token_id": [known["eos_token_id"], end, 10**6]}))
+    expected = [
+        (tokens[: tokens.index(end) + 1], FinishReason.STOP) if end in tokens else (tokens, reason)
+        for tokens, reason in plain
+    ]
+    assert expected != plain
+    assert responses("ends") == expected

@@ -33,7 +33,7 @@ from stretto.fleet.process import ProcessFleet
 from stretto.fleet.workers import WorkerFleet
 from stretto.history.index import HistoryIndex
 from stretto.learn.sharded import Places
-from stretto.model import load_model_config, load_tokenizer
+from stretto.model import end_tokens, load_model_config, load_tokenizer
 from stretto.records import Event, IntArray, Prompt, Request, SamplingParams
 from stretto.schedule import make_schedule
 from stretto.tasks.prompts import tokenize_rows
@@ -59,6 +59,7 @@ class Inputs:
     test: list[Prompt]
     max_model_len: int
     vocabulary: int  # token ids of the model
+    ends: tuple[int, ...]  # of these, what ends a response
     warnings: list[str]
 
 
@@ -99,7 +100,9 @@ def read_inputs(config: Config, source: Any = None) -> Inputs:
             f"the longest prompt and sampling.max_new_tokens = {config.sampling.max_new_tokens} make {needed} tokens, "
             f"but the context has {limit}: responses to long prompts end there"
         )
-    return Inputs(tokenizer, data, train, test, min(needed, limit), int(model_config.vocab_size), warnings)
+    vocabulary = int(model_config.vocab_size)
+    ends = end_tokens(config.model, tokenizer, vocabulary)
+    return Inputs(tokenizer, data, train, test, min(needed, limit), vocabulary, ends, warnings)
 
 
 def _check_vocabulary(
@@ -135,10 +138,8 @@ def _context(config: Config, model_config: PretrainedConfig) -> int:
     return context
 
 
-def sampling_params(
-    config: Config, tokenizer: PreTrainedTokenizerBase, temperature: float | None = None
-) -> SamplingParams:
-    """How responses are drawn; `temperature` None is training's. The end-of-sequence token always stops."""
+def sampling_params(config: Config, ends: Sequence[int], temperature: float | None = None) -> SamplingParams:
+    """How responses are drawn; `temperature` None is training's. The tokens `ends` (`Inputs.ends`) always stop."""
     s = config.sampling
     return SamplingParams(
         temperature=s.temperature if temperature is None else temperature,
@@ -146,7 +147,7 @@ def sampling_params(
         top_p=s.top_p,
         min_p=s.min_p,
         max_new_tokens=s.max_new_tokens,
-        stop_token_ids=tuple(dict.fromkeys((int(tokenizer.eos_token_id), *s.stop_token_ids))),
+        stop_token_ids=tuple(dict.fromkeys((*ends, *s.stop_token_ids))),
         stop=tuple(s.stop),
     )
 

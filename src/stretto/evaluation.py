@@ -80,15 +80,16 @@ def evaluate(
     rewards: RewardWorkers,
     config: Config,
     *,
+    ends: Sequence[int],
     max_model_len: int,
     progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
 ) -> Evaluation:
     """Answer every prompt `config.eval.samples` times with the model as it is, and score the answers.
 
-    `progress(done, total, tokens)` is called as responses finish.
+    `ends` and `max_model_len` are those of `Inputs`. `progress(done, total, tokens)` is called as responses finish.
     """
     runtime = LiveRuntime()
-    sampling = sampling_params(config, tokenizer, temperature=config.eval.temperature)
+    sampling = sampling_params(config, ends, temperature=config.eval.temperature)
     ledger = Ledger(
         sampling,
         seed=config.seed,

@@ -23,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -99,6 +100,21 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             "its tokenizer_config.json, or name another tokenizer with model.tokenizer"
         )
     return tokenizer
+
+
+def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[int, ...]:
+    """Ids of the tokens that end a response: the tokenizer's end of sequence, and what else the generation_config.json
+    of the model names, if it has one, among its `vocabulary` tokens: chat models may end a turn with another.
+    """
+    try:
+        found = GenerationConfig.from_pretrained(
+            location(config.path), revision=config.revision or "main"
+        ).eos_token_id
+    except OSError:  # there is none
+        found = None
+    named = found if isinstance(found, list) else [found]
+    ids = (tokenizer.eos_token_id, *(token for token in named if token is not None and token < vocabulary))
+    return tuple(dict.fromkeys(map(int, ids)))
 
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:

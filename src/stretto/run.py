@@ -140,7 +140,7 @@ class Run:
     def _make_ledger(self) -> Ledger:
         config = self.config
         return Ledger(
-            sampling_params(config, self.inputs.tokenizer),
+            sampling_params(config, self.inputs.ends),
             seed=config.seed,
             multi_turn=self.workers.multi_turn,
             max_model_len=self.inputs.max_model_len,
@@ -314,6 +314,7 @@ class Run:
             self.inputs.test,
             self.workers,
             self.config,
+            ends=self.inputs.ends,
             max_model_len=self.inputs.max_model_len,
             progress=self.reporter.rollout,
         )

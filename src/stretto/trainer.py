@@ -231,6 +231,7 @@ def evaluate(
                 inputs.test,
                 workers,
                 config,
+                ends=inputs.ends,
                 max_model_len=inputs.max_model_len,
                 progress=reporter.rollout,
             )

@@ -55,7 +55,7 @@ class Bench:
             update={"draft": config.draft.model_copy(update={"step_ms": step_ms})}
         )
         self.prompts, self.samples = self.inputs.train[:prompts], samples
-        self.how = sampling_params(self.config, self.inputs.tokenizer)
+        self.how = sampling_params(self.config, self.inputs.ends)
 
     def requests(self, visit: int) -> list[Request]:
         """Of all prompts, sample after sample."""

@@ -111,7 +111,7 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default_factory=list)
     """Texts that end a response."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Besides the tokenizer's end-of-sequence token."""
+    """Besides the tokenizer's end-of-sequence token and those in the model's generation_config.json."""
 
 
 class EngineConfig(Section):
