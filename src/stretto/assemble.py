@@ -293,7 +293,7 @@ def make_drafter(config: Config, clock: Callable[[], float]) -> HistoryDrafter |
     )
     return HistoryDrafter(
         index,
-        make_budget(draft.budget, cost, draft.nodes),
+        make_budget(draft.budget, cost, draft.nodes, draft.aimd),
         slots=config.engine.max_num_seqs,
         sources=draft.sources,
         max_nodes=draft.max_nodes,

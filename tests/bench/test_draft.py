@@ -80,6 +80,7 @@ class TestExcerpt:
         assert main(["--targets", "3", "--parts", "budgets"]) == 0
         printed = capsys.readouterr().out
         assert "batch 64  goodput" in printed
+        assert "batch  8  aimd, multiplicative" in printed
         assert "batch  1  none" in printed
 
 

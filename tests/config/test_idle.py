@@ -20,6 +20,7 @@ SET: dict[str, tuple[Any, dict[str, Any]]] = {
     "reuse.residual": (True, {}),
     "engine.vllm": ({"block_size": 16}, {}),
     "draft.nodes": (4, {}),
+    "draft.aimd": ("multiplicative", {}),
     "draft.sources": (["history"], {"draft.budget": "none"}),
     "draft.noise_aware": (False, {"draft.budget": "none"}),
     "fleet.restarts": (0, {}),

@@ -210,7 +210,7 @@ class TestMakeBudget:
         with pytest.raises(StrettoError, match='no budget "godput"; did you mean "goodput"'):
             make_budget("godput")
         with pytest.raises(StrettoError, match='no variant "multiplicativ"; did you mean "multiplicative"'):
-            make_budget("aimd", variant="multiplicativ")
+            make_budget("aimd", aimd="multiplicativ")
 
     @pytest.mark.parametrize("kind", ["goodput", "marginal"])
     def test_cost_is_needed(self, kind: str) -> None:

@@ -34,6 +34,7 @@ from stretto.sampling import kernel
 
 SLOTS = 64
 TREES = ("path of 8", "4 nodes", "16 nodes")
+BUDGETS = (*KINDS, "aimd, multiplicative")
 PARTS = ("acceptance", "noise", "budgets", "matrix", "speed")
 REPLAYED = ("history", "siblings", "prompt")  # sources; nothing is dropped in a replay
 COMBINATIONS = (REPLAYED[:1], REPLAYED[1:2], REPLAYED[2:], REPLAYED[:2], REPLAYED)
@@ -152,14 +153,16 @@ def by_budget(recorded: Recorded) -> list[Row]:
     for batch in BATCHES:
         some = recorded.thinned(8 * batch)
         plain: Replayed | None = None
-        for kind in KINDS:
-            drafter = ours(some, make_budget(kind, cost, nodes=16), 32, slots=batch)
+        for name in BUDGETS:
+            kind, _, variant = name.partition(", ")
+            budget = make_budget(kind, cost, nodes=16, aimd=variant or "additive")
+            drafter = ours(some, budget, 32, slots=batch)
             found = replay(drafter, some.targets, batch, cost)
             plain = plain or found
             rows.append(
                 {
                     "batch": batch,
-                    "budget": kind,
+                    "budget": name,
                     "tokens_per_step": found.tokens_per_step,
                     "drafted_per_step": found.drafted / found.checks,
                     "speedup": plain.seconds / found.seconds,
@@ -278,7 +281,7 @@ def _cell(row: Row) -> str:
 def _print_budgets(rows: list[Row]) -> None:
     print("\nBudgets, up to 32 nodes: tokens per step (drafted), speed-up of the steps by the cost model")
     for row in rows:
-        print(f"  batch {row['batch']:2d}  {row['budget']:14s}{_cell(row):>14s}   {row['speedup']:.2f}x")
+        print(f"  batch {row['batch']:2d}  {row['budget']:21s}{_cell(row):>14s}   {row['speedup']:.2f}x")
 
 
 def _print_matrix(rows: list[dict[str, Any]]) -> None:

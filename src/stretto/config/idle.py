@@ -18,6 +18,7 @@ USED_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reuse.residual": ("reuse.kind", ("prefix",)),
     "engine.vllm": ("engine.kind", ("vllm",)),
     "draft.nodes": ("draft.budget", ("fixed", "length_class")),
+    "draft.aimd": ("draft.budget", ("aimd",)),
     "draft.sources": ("draft.budget", DRAFTING),
     "draft.noise_aware": ("draft.budget", DRAFTING),
     "fleet.restarts": ("fleet.kind", ("processes", "ray")),

@@ -143,6 +143,8 @@ class DraftConfig(Section):
     """fixed: guesses per request and step; length_class: of the longest class."""
     max_nodes: int = Field(default=16, ge=1, le=64)
     """Guesses per request and step at most."""
+    aimd: Literal["additive", "multiplicative"] = "additive"
+    """aimd: RhymeRL's paper, 2 nodes more or back to 2; or its code, twice as many or half."""
     noise_aware: bool = True
     """Use the noise that will decide, which keyed sampling knows beforehand."""
     step_ms: list[Annotated[float, Field(gt=0.0)]] | None = Field(default=None, min_length=2)

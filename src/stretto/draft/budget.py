@@ -192,13 +192,12 @@ def best_nodes(drafts: Drafts, limits: IntArray) -> BoolArray:
 KINDS = ("none", "fixed", "aimd", "length_class", "marginal", "goodput")
 
 
-def make_budget(
-    kind: str, cost: CostModel | None = None, nodes: int = 8, variant: str = "additive"
-) -> Budget:
+def make_budget(kind: str, cost: CostModel | None = None, nodes: int = 8, aimd: str = "additive") -> Budget:
     """The rule of that name.
 
-    `cost` is for `goodput` and `marginal`; `nodes` for `fixed`, and the largest budget of `length_class`; `variant`
-    ("additive" or "multiplicative") for `aimd`. Raises StrettoError for what does not exist or is missing.
+    `cost` is for `goodput` and `marginal`; `nodes` for `fixed`, and the largest budget of `length_class`; `aimd`
+    ("additive" or "multiplicative") for the rule of that name. Raises StrettoError for what does not exist or is
+    missing.
     """
     from stretto.draft.published import Aimd, LengthClass, Marginal
 
@@ -210,7 +209,7 @@ def make_budget(
         case "fixed":
             return Fixed(nodes)
         case "aimd":
-            return Aimd(variant)
+            return Aimd(aimd)
         case "length_class":
             return LengthClass(nodes)
         case "marginal" | "goodput":
