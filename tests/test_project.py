@@ -285,6 +285,36 @@ esac
         self.interpreter(path, "python3.12", (3, 12))
         assert "chosen: python3.12" in self.run(path).stdout
 
+    def test_a_stamp_is_worth_nothing_when_its_interpreter_has_gone(self, tmp_path: Path) -> None:
+        if shutil.which("make") is None:
+            pytest.skip("needs make")
+        for file in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-vllm.txt"):
+            shutil.copy(ROOT / file, tmp_path)
+        shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+
+        def would_do(venv: str) -> str:
+            command = ["make", "--dry-run", "--no-print-directory", f"{venv}/.core"]
+            return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+        for venv, kind in ((".venv", "core"), (".venv-ray", "ray")):
+            (tmp_path / venv / "bin").mkdir(parents=True)
+            (tmp_path / venv / ".core").touch()
+            assert f"scripts/setup.sh {kind}" in would_do(venv)
+            (tmp_path / venv / "bin" / "python").symlink_to(sys.executable)
+            assert "setup.sh" not in would_do(venv)
+
+    def test_vllm_is_refused_off_linux_before_anything_is_installed(self, tmp_path: Path) -> None:
+        script = ROOT / "scripts" / "setup_venv.py"
+        code = (
+            "import json, runpy, shutil, subprocess, sys, tempfile; sys.platform = 'darwin'; "
+            f"sys.argv = ['setup_venv.py', 'vllm']; runpy.run_path({str(script)!r}, run_name='__main__')"
+        )
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "for Linux only" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
     def test_names_the_package_that_is_missing(self, path: Path) -> None:
         self.interpreter(path, "python3.12", (3, 12), venv=False)
         result = self.run(path)
