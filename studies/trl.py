@@ -1,6 +1,6 @@
 """TRL's `GRPOTrainer` with its own generation, the same with `HistoryRollout`, and `stretto train`, on the demo's task.
 
-    python -m studies.trl [--seeds 3] [--visits 4] [--busy] [--results FOLDER]      # pip install 'stretto[dev,trl]'
+    python -m studies.trl [--seeds 3] [--visits 4] [--busy] [--results FOLDER]      # pip install '.[dev,trl]'
 
 All arms make the same number of updates from the same model, at TRL's defaults: DAPO's loss, rewards scaled by group,
 no KL, AdamW without weight decay and with linear decay, gradient norm 1, temperature 1; 8 prompts x 8 completions of up

@@ -48,7 +48,7 @@ def test_a_missing_extra_is_no_error_and_says_how_to_get_it(monkeypatch: pytest.
     monkeypatch.setattr(doctor, "EXTRAS", {"trackers": ("json", "no_such_module")})
     check = found("extra trackers")
     assert (check.level, check.found) == ("ok", "without no_such_module")
-    assert check.advice == 'pip install "stretto[trackers]"'
+    assert check.advice == 'pip install ".[trackers]" in a clone of Stretto'
 
 
 def test_what_breaks_while_it_is_looked_at_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

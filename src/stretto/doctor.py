@@ -29,6 +29,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "trl": ("trl",),
     "vllm": ("vllm",),
 }
+REINSTALL = "install it anew: pip install --force-reinstall --no-deps . in a clone of Stretto"
 ENOUGH_DISK = 2 * 2**30  # bytes: a few checkpoints of a small model
 ENOUGH_MEMORY = 2 * 2**30  # bytes: torch, transformers and the demo
 
@@ -64,12 +65,7 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:  # noqa: BLE001 - whatever is broken there is what was looked for
-        return Check(
-            name,
-            "error",
-            f"{type(error).__name__}: {error}",
-            "reinstall: pip install --force-reinstall stretto",
-        )
+        return Check(name, "error", f"{type(error).__name__}: {error}", REINSTALL)
 
 
 def _python() -> Check:
@@ -125,8 +121,7 @@ def _package_data() -> Check:
     )
     absent = [name for name in needed if not (package / name).is_file()]
     if absent:
-        advice = "reinstall: pip install --force-reinstall stretto"
-        return Check("package data", "error", f"{', '.join(absent)} missing in {package}", advice)
+        return Check("package data", "error", f"{', '.join(absent)} missing in {package}", REINSTALL)
     return Check("package data", "ok", "presets and the demo model are there")
 
 
@@ -136,7 +131,8 @@ def _extra(extra: str, modules: Iterable[str]) -> Check:
         return _guarded("extra vllm", _vllm)
     if not absent:
         return Check(f"extra {extra}", "ok", "installed")
-    return Check(f"extra {extra}", "ok", f"without {', '.join(absent)}", f'pip install "stretto[{extra}]"')
+    advice = f'pip install ".[{extra}]" in a clone of Stretto'
+    return Check(f"extra {extra}", "ok", f"without {', '.join(absent)}", advice)
 
 
 def _vllm() -> Check:

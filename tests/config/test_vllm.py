@@ -60,6 +60,6 @@ def test_known_versions(version: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_it_says_how_to_get_it(tmp_path: Path) -> None:
     config = load_config("demo", {"engine.kind": "vllm", "runs": str(tmp_path), "name": "none"})
-    with pytest.raises(StrettoError, match=r"pip install 'stretto\[vllm\]'"):
+    with pytest.raises(StrettoError, match=r"pip install '\.\[vllm\]' in a clone of Stretto"):
         Trainer(config).run()
     assert not list(tmp_path.iterdir())

@@ -124,7 +124,7 @@ def test_mlflow_goes_on_in_the_same_run_after_a_resume(recorded: Recorded, tmp_p
 
 def test_an_absent_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(StrettoError, match=r'wandb is not installed .*pip install "stretto\[trackers\]"'):
+    with pytest.raises(StrettoError, match=r'wandb is not installed .*pip install "\.\[trackers\]"'):
         open_trackers(config_with("wandb"), tmp_path, pytest.fail)
 
 

@@ -81,7 +81,7 @@ class RewardConfig(Section):
     weights: list[float] | None = None
     """One for each function; none: 1 each."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for the functions that take them."""
+    """Keyword arguments for the functions that take them, such as answer_column for the built-in ones."""
     workers: int = Field(default=1, ge=1)
     """Processes that score."""
     timeout: float = Field(default=30.0, gt=0.0, le=1e6)

@@ -37,8 +37,8 @@ def require_vllm() -> str:
         if error.name != "vllm":
             raise StrettoError(f'engine.kind = "vllm": vLLM cannot be imported: {error}') from error
         raise StrettoError(
-            "engine.kind = \"vllm\" needs vLLM: pip install 'stretto[vllm]' (where there is no GPU it has a build "
-            'for CPUs: docs/vllm.md), or use engine.kind = "embedded"'
+            "engine.kind = \"vllm\" needs vLLM: pip install '.[vllm]' in a clone of Stretto (where there is no GPU it "
+            'has a build for CPUs: docs/vllm.md), or use engine.kind = "embedded"'
         ) from error
     except Exception as error:  # whatever is broken in it
         raise StrettoError(f'engine.kind = "vllm": vLLM cannot be imported: {error}') from error

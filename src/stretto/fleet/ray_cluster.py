@@ -29,7 +29,7 @@ def ray_for(config: Config, cores: int) -> Iterator[None]:
         yield
         return
     if importlib.util.find_spec("ray") is None:
-        raise StrettoError("fleet.kind = \"ray\" needs Ray: pip install 'stretto[ray]'")
+        raise StrettoError("fleet.kind = \"ray\" needs Ray: pip install '.[ray]' in a clone of Stretto")
     address = config.fleet.address
     if address is not None:
         _require_reachable(address)

@@ -37,7 +37,8 @@ def refuse_unsupported(trainer: Any) -> None:
         installed = version("trl")
     except PackageNotFoundError:
         raise StrettoError(
-            "HistoryRollout is for TRL's GRPOTrainer, and trl is not installed: pip install 'stretto[trl]'"
+            "HistoryRollout is for TRL's GRPOTrainer, and trl is not installed: pip install '.[trl]' in a clone of "
+            "Stretto"
         ) from None
     if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
         raise StrettoError(f"HistoryRollout needs trl {'.'.join(map(str, OLDEST))} or newer, not {installed}")

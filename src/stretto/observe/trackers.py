@@ -101,7 +101,7 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(MODULES[name])
     except ImportError as error:
         raise StrettoError(
-            f'track.trackers: {name} is not installed ({error}); pip install "stretto[trackers]"'
+            f'track.trackers: {name} is not installed ({error}); pip install ".[trackers]" in a clone of Stretto'
         ) from error
 
 

@@ -27,7 +27,7 @@ class GymTask:
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
             raise StrettoError(
-                f'data.task: gym:{name} needs reasoning-gym: pip install "stretto[gym]"'
+                f'data.task: gym:{name} needs reasoning-gym: pip install ".[gym]" in a clone of Stretto'
             ) from error
         if name not in DATASETS:
             raise StrettoError(

@@ -197,7 +197,9 @@ def resolve(given: str | Callable[..., Any], spec: RewardSpec) -> tuple[str, Cal
         return "task", spec.task.score
     if given in BUILT_IN:
         if given == "math" and importlib.util.find_spec("math_verify") is None:
-            raise StrettoError('the reward "math" needs math-verify: pip install "stretto[math]"')
+            raise StrettoError(
+                'the reward "math" needs math-verify: pip install ".[math]" in a clone of Stretto'
+            )
         return given, BUILT_IN[given]
     from stretto.tasks.imports import load_object
 

@@ -134,7 +134,7 @@ def from_hub(data: DataConfig, split: str, key: str, *, optional: bool = False) 
         from datasets import load_dataset
     except ImportError as error:
         raise StrettoError(
-            'data.dataset: needs Hugging Face datasets: pip install "stretto[datasets]"'
+            'data.dataset: needs Hugging Face datasets: pip install ".[datasets]" in a clone of Stretto'
         ) from error
     try:
         rows = load_dataset(data.dataset, split=split, **data.args)

@@ -59,7 +59,9 @@ def math(completion: str, row: Row, *, answer_column: str = "answer") -> float:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise StrettoError('the reward "math" needs math-verify: pip install "stretto[math]"') from error
+        raise StrettoError(
+            'the reward "math" needs math-verify: pip install ".[math]" in a clone of Stretto'
+        ) from error
     # Its own time limit uses SIGALRM; ours kills the process, so it is switched off, and so is its warning of that.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     text = final_part(str(row[answer_column]))
