@@ -7,6 +7,7 @@ process is seen by the other as the end of the stream, however it came about.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import queue
@@ -23,6 +24,7 @@ HEADER = 8  # bytes of a frame's length
 TAIL = 4096  # bytes of a process's output that are kept for messages
 PATIENCE = 60.0  # seconds in which a process must take what it is sent
 GONE = 5.0  # seconds that a killed process is waited for
+PR_SET_PDEATHSIG = 1
 BOOTSTRAP = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "importlib.import_module(sys.argv[2]).main(int(sys.argv[3]))"
@@ -197,6 +199,18 @@ def connect(descriptor: int) -> tuple[Callable[[bytes], None], queue.SimpleQueue
             _end()
 
     return send, inbox
+
+
+def leave_signals_to_parent() -> None:
+    """For the spawned process: SIGTERM, which batch systems send to everybody, is the parent's business too, as long as
+    there is one.
+
+    Where the system can do it, the parent's end kills this process even while it is stopped, or stuck in a way that
+    keeps the thread which reads the channel from running. (What counts is the end of the thread that started it.)
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _receive(channel: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:

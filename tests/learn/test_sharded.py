@@ -158,6 +158,15 @@ def test_groups_that_teach_nothing_are_measured_and_leave_no_old_weights_behind(
         made.close()
 
 
+def test_a_batch_systems_sigterm_is_the_trainers_business(sharded: ShardedLearner, tmp_path: Path) -> None:
+    """It goes to every process, and the trainer saves then."""
+    for rank in sharded._ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    (tmp_path / "state").mkdir()
+    sharded.save(tmp_path / "state")
+    assert (tmp_path / "state" / "model.safetensors").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_who_cannot_join_says_why(config: Config, tmp_path: Path) -> None:
     elsewhere = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})

@@ -6,10 +6,7 @@ nothing of the user's runs here.
 
 from __future__ import annotations
 
-import ctypes
 import pickle
-import signal
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -34,10 +31,8 @@ from stretto.fleet.messages import (
     Stop,
     Submit,
 )
-from stretto.spawn import connect
+from stretto.spawn import connect, leave_signals_to_parent
 from stretto.tally import Tally
-
-PR_SET_PDEATHSIG = 1
 
 
 class Inbox(Protocol):
@@ -49,20 +44,10 @@ class Inbox(Protocol):
     def empty(self) -> bool: ...
 
 
-def end_with_parent() -> None:
-    """Where the system can do it: the parent's end then kills this process even while it is stopped, or stuck in a way
-    that keeps the thread which reads the socket from running. (What counts is the end of the thread that started it: a
-    fleet's lasts as long as its worker.)
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(descriptor: int) -> None:
     """Serve on the socket `descriptor` until the parent closes it or something fails."""
-    end_with_parent()
+    leave_signals_to_parent()
     send_bytes, inbox = connect(descriptor)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems send it to everybody: the trainer ends us
 
     def send(reply: Reply) -> None:
         send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))

@@ -23,7 +23,7 @@ from stretto.learn.learner import Learner
 from stretto.learn.shards import Shards
 from stretto.model import load_model, resolve_device
 from stretto.records import UpdateBatch, Updated
-from stretto.spawn import connect
+from stretto.spawn import connect, leave_signals_to_parent
 
 
 class Inbox(Protocol):
@@ -101,6 +101,7 @@ Reply = Done | Refused | Failed
 
 def main(descriptor: int) -> None:
     """Serve on the socket `descriptor` until the parent closes it or something fails."""
+    leave_signals_to_parent()
     send_bytes, inbox = connect(descriptor)
 
     def send(reply: Reply) -> None:
