@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stretto.config import Config, load_config
 from stretto.errors import StrettoError
 from stretto.learn.background import BackgroundLearner
 from stretto.learn.learner import Learner
+from stretto.learn.rank import Publish
 from stretto.learn.sharded import ShardedLearner
 from stretto.model import load_model
 from stretto.records import UpdateBatch
@@ -172,6 +174,30 @@ def test_who_cannot_join_says_why(config: Config, tmp_path: Path) -> None:
     elsewhere = config.model_copy(update={"model": config.model.model_copy(update={"device": "cuda"})})
     with pytest.raises(StrettoError, match='model.device is "cuda", but torch finds no CUDA device'):
         ShardedLearner(load_model(config.model), elsewhere, scratch=tmp_path / "it", post=lambda _: None)
+
+
+def test_weights_come_in_a_file_of_a_new_name_each_time(
+    sharded: ShardedLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under one name a shared file system may show those of the version before."""
+    read: list[Path] = []
+
+    def load(path: Path) -> dict[str, torch.Tensor]:
+        read.append(path)
+        return load_file(path)
+
+    monkeypatch.setattr("stretto.learn.sharded.load_file", load)
+    for _ in range(2):
+        sharded.update(random_batch(5, version=sharded.version))
+    assert len(set(read)) == 2
+    assert not any(path.exists() for path in read)
+
+
+def test_weights_that_cannot_be_written_are_said_with_the_file(
+    sharded: ShardedLearner, tmp_path: Path
+) -> None:
+    with pytest.raises(StrettoError, match=r"weights of version \d+: cannot write .*no-folder"):
+        sharded._all(Publish(tmp_path / "no-folder" / "weights.safetensors"))
 
 
 def test_a_killed_process_ends_it_with_the_way_on(config: Config, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from stretto.config import Config
@@ -180,7 +181,7 @@ def _carry_out(learner: Learner, command: Command, rank: int) -> Done:
             if rank == 0:
                 try:
                     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, command.path)
-                except OSError as error:
+                except (OSError, SafetensorError) as error:  # a full disk is a SafetensorError
                     raise StrettoError(
                         f"weights of version {learner.version}: cannot write {command.path}: {error}"
                     ) from error

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -104,6 +105,7 @@ class ShardedLearner:
         self._post = post
         self._weights: Literal["shared", "copy"] = weights
         self._scratch = scratch
+        self._fetched = 0  # files of weights
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         count = config.learner.shards
@@ -167,10 +169,18 @@ class ShardedLearner:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _fetch(self) -> None:
-        """The newest weights into `model`."""
-        path = self._scratch.resolve() / "weights.safetensors"
+        """The newest weights into `model`, by a file of a new name: of an old one a shared file system may still have
+        what was in it before.
+        """
+        self._fetched += 1
+        path = self._scratch.resolve() / f"weights-{self._fetched:06}.safetensors"
         self._all(Publish(path))
-        copy_tensors(load_file(path), self.model, "the learner's weights")
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise StrettoError(f"the learner's weights: {path} cannot be read: {error}; {ON}") from error
+        copy_tensors(tensors, self.model, "the learner's weights")
+        path.unlink(missing_ok=True)
 
     def _all(self, command: Command) -> Done:
         """Have it carried out by all ranks; what rank 0 answers."""
