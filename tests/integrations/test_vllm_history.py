@@ -7,6 +7,7 @@ import logging
 import math
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,14 @@ from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.integrations.vllm import reward, rewards
 from stretto.integrations.vllm_folder import HistoryFolder
-from stretto.integrations.vllm_history import EPOCH, REST, OnlineHistory, Rewards
+from stretto.integrations.vllm_history import (
+    EPOCH,
+    LARGEST_VISIT,
+    MOST_WAITING,
+    REST,
+    OnlineHistory,
+    Rewards,
+)
 from stretto.records import Rollout, prompt_uid
 
 OURS = {"format": 1, "vocabulary": 1000, "tokenizer": None}
@@ -98,6 +106,30 @@ class TestVisits:
         assert [r.visit for r in early.known[::8]] == [100, 101, 102, 103, 104]
         assert late.known[0].visit == 200
 
+    def test_a_prompt_that_is_always_in_flight_is_visited_all_the_same(self) -> None:
+        """Else its visit, of which all responses are kept, would have no end."""
+        life = Life()
+        life.history.began(UID)
+        for i in range(1000):
+            life.say([i % 7, i])
+        sizes = Counter(rollout.visit for rollout in life.known)
+        assert sum(sizes.values()) > 990
+        assert max(sizes.values()) <= LARGEST_VISIT
+        assert list(sizes) == sorted(sizes)
+
+    def test_one_that_comes_back_belongs_to_the_visit_in_which_it_ends(self) -> None:
+        life = Life()
+        life.history.began(UID)
+        (early,) = life.say([1], whole=False)
+        life.say(*[[2]] * LARGEST_VISIT)
+        life.history.began(UID)  # the next visit
+        life.history.began(UID, early)
+        life.history.ended(UID, 99, np.array([*PROMPT, 1, 1], np.int32), 2)
+        life.history.flush()
+        visits = Counter(rollout.visit for rollout in life.known)
+        assert [visits[visit] for visit in sorted(visits)] == [LARGEST_VISIT, 1]
+        assert life.texts[-1] == [1, 1]
+
     def test_visits_are_newer_than_what_was_read(self) -> None:
         life = Life(first_visit=10**6)
         life.say([3])
@@ -145,6 +177,16 @@ class TestRewards:
         life.history.flush()
         assert life.rewards == {(i, 5): float(i) for i in range(100)}
 
+    def test_of_more_responses_than_wait_the_newest_are_found(self, file: Path) -> None:
+        life = Life(Rewards(file))
+        life.say(*[[i, 5] for i in range(100)])
+        rewards(file, [(PROMPT, [i, 5], float(i)) for i in range(100)])
+        life.history.flush()
+        graded = {said: value for said, value in life.rewards.items() if not math.isnan(value)}
+        assert graded == {(i, 5): float(i) for i in range(100 - len(graded), 100)}
+        assert len(graded) >= MOST_WAITING
+        assert len(life.known) == 100
+
     def test_what_has_its_reward_waits_no_longer(self, file: Path) -> None:
         life = Life(Rewards(file))
         life.say([3])
@@ -165,13 +207,26 @@ class TestRewards:
         assert life.rewards == {(3,): 1.0}
         assert len([r for r in caplog.records if "no reward" in r.getMessage()]) == 1
 
-    def test_of_no_response_do_not_pile_up(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_no_response_do_not_pile_up(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         monkeypatch.setattr("stretto.integrations.vllm_history.MOST_REWARDS", 10)
         heard = Rewards(file)
         life = Life(heard)
-        rewards(file, [([i, 0], [5], 1.0) for i in range(100)])
-        life.history.flush()
+        for _ in range(2):
+            rewards(file, [([i, 0], [5], 1.0) for i in range(100)])
+            life.history.flush()
         assert len(heard._known) == 10
+        assert len([r for r in caplog.records if "no response waits" in r.getMessage()]) == 1
+
+    def test_of_no_response_to_one_prompt_do_not_either(
+        self, file: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        heard = Rewards(file)
+        rewards(file, [(PROMPT, [i], 1.0) for i in range(500)])
+        heard.read()
+        assert 0 < len(heard._known[UID]) < 500
+        assert "no response waits" in caplog.text
 
 
 def rollouts(size: int, visit: int = 1) -> list[Rollout]:

@@ -1,9 +1,9 @@
 """When what vLLM's requests said becomes history: visits of prompts, told apart by what is in flight.
 
 Nobody says which requests are one group or epoch. A visit of a prompt is what was generated for it until none of its
-requests was in flight and there were at least VISIT responses: a group, or several small ones. Nor does anybody say
-why a request has left the batch. After a stop token it has ended; others may have been preempted, and wait a while for
-the rest.
+requests was in flight and there were at least VISIT responses: a group, or several small ones. Where requests of one
+prompt overlap all the time, as on a server, it is LARGEST_VISIT responses. Nor does anybody say why a request has left
+the batch. After a stop token it has ended; others may have been preempted, and wait a while for the rest.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from stretto.records import IntArray, Prompt, Rollout, State, prompt_uid
 
 logger = logging.getLogger(__name__)
 
-VISIT = 8  # responses
-MOST_WAITING = 64  # responses of one prompt that wait for rewards
+VISIT = 8  # responses, at least, and after
+LARGEST_VISIT = 64  # of them the next one begins, whatever is in flight
+MOST_WAITING = 64  # responses of one prompt that wait for rewards; beyond, the VISIT oldest wait no longer
 MOST_PROMPTS = 1 << 16  # whose visits are told apart
-MOST_REWARDS = 1 << 14  # prompts with rewards that no response was found for yet
+MOST_REWARDS = 1 << 14  # prompts with rewards that no response was found for yet,
+MOST_REWARDS_EACH = 2 * MOST_WAITING  # and of these rewards for each
 REST = 1024  # steps that a response which ended at no stop token waits for more of it
 LISTEN = 16  # responses that end between two looks for new rewards
 AT_ONCE = 2  # prompts whose rewards are given to their responses in one step
@@ -46,6 +48,7 @@ class _Response:
 
     text: TokenArray  # (P + N,), with its prompt
     prompt: int  # P
+    visit: int
     whole: bool  # nothing more of it is waited for
     reward: float = math.nan
 
@@ -103,8 +106,8 @@ class OnlineHistory:
         elif not prompt.running:
             self._listen()
             self._flush(uid)
-            if prompt.responses >= VISIT:
-                prompt.visit, prompt.responses = self._visit_after(prompt.visit), 0
+        if back is None and prompt.responses >= (LARGEST_VISIT if prompt.running else VISIT):
+            prompt.visit, prompt.responses = self._visit_after(prompt.visit), 0
         prompt.running += 1
 
     def ended(self, uid: str, serial: int, text: TokenArray, prompt_size: int, whole: bool = True) -> None:
@@ -115,7 +118,7 @@ class OnlineHistory:
         prompt = self._prompts[uid]
         prompt.running -= 1
         prompt.responses += 1
-        response = prompt.waiting[serial] = _Response(text, prompt_size, whole)
+        response = prompt.waiting[serial] = _Response(text, prompt_size, prompt.visit, whole)
         self._waiting.setdefault(uid)
         self._bytes += text.nbytes
         if not whole:
@@ -152,7 +155,7 @@ class OnlineHistory:
     def _take_back(self, uid: str, serial: int) -> None:
         prompt = self._prompts[uid]
         if (response := prompt.waiting.pop(serial, None)) is not None:
-            prompt.responses -= 1
+            prompt.responses -= response.visit == prompt.visit
             self._bytes -= response.text.nbytes
             if not prompt.waiting:
                 del self._waiting[uid]
@@ -166,8 +169,8 @@ class OnlineHistory:
             for serial, response in prompt.waiting.items()
             if response.whole and (self._rewards is None or not math.isnan(response.reward))
         ]
-        if len(prompt.waiting) >= MOST_WAITING:
-            self._flush(uid)
+        if len(prompt.waiting) >= MOST_WAITING + VISIT:
+            self._flush(uid, list(islice(prompt.waiting, VISIT)))
         elif ready and (not prompt.running or len(ready) >= VISIT):
             self._flush(uid, ready)
 
@@ -182,7 +185,7 @@ class OnlineHistory:
         self._bytes -= sum(response.text.nbytes for _, response in responses)
         if not prompt.waiting:
             del self._waiting[uid]
-        self._remember([_rollout(uid, serial, prompt, response) for serial, response in responses])
+        self._remember([_rollout(uid, serial, response) for serial, response in responses])
 
     def _listen(self) -> None:
         """Rewards that have come are known; they are given out prompt by prompt, lest a step takes long."""
@@ -216,15 +219,15 @@ class OnlineHistory:
             del self._prompts[uid]
 
 
-def _rollout(uid: str, serial: int, prompt: _Visits, response: _Response) -> Rollout:
+def _rollout(uid: str, serial: int, response: _Response) -> Rollout:
     token_ids = response.token_ids.astype(np.int64)
     unknown = np.full(token_ids.size, math.nan)  # vLLM tells a drafter no probabilities
     return Rollout(
         request_id=serial,
-        group_id=prompt.visit,
+        group_id=response.visit,
         prompt=Prompt(-1, uid, 0, response.text[: response.prompt].astype(np.int64), {}),
         sample_index=0,
-        visit=prompt.visit,
+        visit=response.visit,
         key=0,
         token_ids=token_ids,
         logprobs=unknown,
@@ -283,7 +286,7 @@ class Rewards:
         self._at = path.stat().st_size if path.exists() else 0
         self._rest = b""  # of a line that is not whole yet
         self._known: OrderedDict[str, list[_Reward]] = OrderedDict()  # by prompt uid; of no response so far
-        self._said = False
+        self._said = self._lost = False
 
     def take(self, uid: str, token_ids: TokenArray) -> float:
         """The reward of a response to the prompt `uid`, which is then no more known; nan where none was reported.
@@ -326,7 +329,8 @@ class Rewards:
                 continue
             known = self._known.setdefault(uid, [])
             known.append(reward)
-            del known[:-MOST_WAITING]
+            self._lose(len(known) - MOST_REWARDS_EACH)
+            del known[:-MOST_REWARDS_EACH]
             heard.setdefault(uid)
         return list(heard)
 
@@ -348,8 +352,18 @@ class Rewards:
             logger.warning("%s: no reward: %r; such lines are skipped", self.path, what)
             self._said = True
 
+    def _lose(self, count: int) -> None:
+        if count > 0 and not self._lost:
+            logger.warning(
+                "%s: rewards for which no response waits are forgotten: they came too late, or their token ids are not "
+                "those that vLLM returned",
+                self.path,
+            )
+            self._lost = True
+
     def trim(self, keep: Collection[str]) -> None:
         """Forget the oldest rewards that no response was found for, where they are too many; none of `keep`'s."""
         if (excess := len(self._known) - len(keep) - MOST_REWARDS) > 0:
+            self._lose(excess)
             for uid in list(islice((uid for uid in self._known if uid not in keep), excess)):
                 del self._known[uid]
