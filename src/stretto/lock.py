@@ -16,10 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class Lock:
-    """An exclusive lock on `path`, held until `release` or the end of the process, however it ends."""
+    """An exclusive lock on `path`, held until `release` or the end of the process, however it ends.
+
+    Where the file system has no locks, which is said, it is not `held`.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises StrettoError if another process holds the lock, or if the disk refuses."""
+        self.held = True
         with disk_errors(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -45,4 +49,5 @@ class Lock:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
+            self.held = False
             logger.warning("%s: no locks on this file system; let no second process write this run", path)

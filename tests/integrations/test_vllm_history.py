@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.integrations.vllm import reward, rewards
-from stretto.integrations.vllm_folder import HistoryFolder
+from stretto.integrations.vllm_folder import UNWRITTEN, HistoryFolder
 from stretto.integrations.vllm_history import (
     EPOCH,
     LARGEST_VISIT,
@@ -249,6 +251,22 @@ class TestFolder:
         third.close()
         assert sorted(path.name for path in folder.iterdir()) == ["history.json", "rank-0", "rank-1"]
 
+    def test_without_locks_they_do_not_replace_each_others_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def flock(descriptor: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr("fcntl.flock", flock)
+        folders = [HistoryFolder(tmp_path, OURS) for _ in range(3)]
+        for number, folder in enumerate(folders):
+            folder.append(rollouts(2, visit=number))
+            folder.close()
+        last = HistoryFolder(tmp_path, OURS)
+        assert last._next == 2
+        assert sum(map(len, last.read(window=8))) == 6
+        last.close()
+
     def test_one_that_starts_while_another_does_is_welcome(self, tmp_path: Path) -> None:
         (tmp_path / ".tmp-history.json-7-1").write_bytes(b"{")
         HistoryFolder(tmp_path, OURS).close()
@@ -286,6 +304,38 @@ class TestFolder:
         subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
         files = sorted(tmp_path.glob("rank-0/*.parquet"))
         assert [len(read_rollouts(file)) for file in files] == [300, 2]
+
+    def test_whatever_keeps_a_file_from_being_written_is_said(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder = HistoryFolder(tmp_path, OURS)
+        broken = rollouts(2)
+        broken[0].loss_mask = broken[0].loss_mask[:0]
+        folder.append(broken)
+        folder._write()
+        folder.append(rollouts(3))
+        folder.close()
+        assert "the history is not kept: " in caplog.text
+        (file,) = tmp_path.glob("rank-0/*.parquet")
+        assert len(read_rollouts(file)) == 3
+
+    def test_what_a_slow_disk_is_owed_is_bounded(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder = HistoryFolder(tmp_path, OURS)
+        go_on = threading.Event()
+
+        def wait() -> None:
+            go_on.wait(60)
+
+        folder._unwritten.append(folder._thread.submit(wait))
+        for _ in range(UNWRITTEN + 3):
+            folder.append(rollouts(1))
+            folder._write()
+        go_on.set()
+        folder.close()
+        assert "the history is not kept: the disk takes too long" in caplog.text
+        assert len(list(tmp_path.glob("rank-0/*.parquet"))) == UNWRITTEN - 1
 
     def test_a_full_disk_is_said_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         folder = HistoryFolder(tmp_path, OURS)

@@ -14,9 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-import weakref
 from collections.abc import Iterable, Sequence
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +28,11 @@ from stretto.history.index import GIBIBYTE, HistoryIndex
 from stretto.integrations.vllm_cost import StepTimes
 from stretto.integrations.vllm_fixes import install
 from stretto.integrations.vllm_folder import HistoryFolder, fingerprint, read_run
-from stretto.integrations.vllm_history import Graded, OnlineHistory, Rewards, append_rewards
+from stretto.integrations.vllm_history import Graded, Rewards, append_rewards
+from stretto.integrations.vllm_memory import Memory
 from stretto.integrations.vllm_rows import New, Rows, Step, TokenArray
 from stretto.integrations.vllm_settings import read_settings
-from stretto.records import Request, Rollout, SamplingParams, prompt_uid
+from stretto.records import Request, SamplingParams, prompt_uid
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +79,6 @@ class HistoryDrafter:
         self._slots = int(scheduler.max_num_seqs)
         self._most = int(scheduler.max_num_batched_tokens)
         self._depth = min(MAX_NODES, int(vllm_config.speculative_config.num_speculative_tokens))
-        # Drafts of one rank of a tensor-parallel group are used.
-        self._idle = parallel.rank % parallel.tensor_parallel_size != 0
         self.cost = StepTimes()
         self._drafter = TreeDrafter(
             HistoryIndex(
@@ -98,20 +95,17 @@ class HistoryDrafter:
             clock=time.perf_counter,
         )
         self._rows = Rows(self._slots, self._longest, _stop_ids(vllm_config.model_config))
-        self._uids = [""] * self._slots
         self._proposed = (np.zeros(0, np.int64), no_drafts(0))  # slots, and what was drafted for them
         self._began = math.nan  # seconds, when the last call did; nan: its step cannot be measured
         self._steps = 0
-        self._folder: HistoryFolder | None = None
-        self._history: OnlineHistory | None = None
-        self._closed = False
-        if not self._idle:
-            first = self._read(settings.history, settings.warm_from, settings.window)
+        self._memory: Memory | None = None
+        # Drafts of one rank of a tensor-parallel group are used.
+        if parallel.rank % parallel.tensor_parallel_size == 0:
             heard = Rewards(Path(settings.rewards)) if settings.rewards is not None else None
+            folder, newest = self._read(settings.history, settings.warm_from, settings.window)
             most = int(settings.max_gib * GIBIBYTE / WAITING_SHARE)
-            self._history = OnlineHistory(self._remember, heard, first, most)
-            # Unlike atexit's, these are called in a forked worker's end too.
-            Finalize(None, _close, (weakref.ref(self),), exitpriority=1)
+            self._memory = Memory(self._rows, self._drafter, folder, heard, newest, most)
+            self._memory.keep_beyond(self)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: vLLM calls it with its model."""
@@ -129,39 +123,26 @@ class HistoryDrafter:
         max_model_len) int32: prompts and responses, of which `num_tokens_no_spec` (rows,) count.
         """
         del slot_mappings
-        if self._idle:
+        if self._memory is None:
             return [[] for _ in sampled_token_ids]
         began = time.perf_counter()
-        if self._history is not None:
-            self._history.step()
-        if self._folder is not None:
-            self._folder.step()
+        self._memory.step()
         counts = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
         step = self._rows.follow(counts, num_tokens_no_spec, token_ids_cpu)
         self._learn(step, began, clean=not step.new and bool((counts > 0).all()))
         for left in step.left:
             self._drafter.end(left.slot, left.tokens.size - left.prompt if left.stopped else None)
-            if self._history is not None:
-                uid = self._uids[left.slot]
-                self._history.ended(uid, left.serial, left.tokens, left.prompt, left.stopped)
+            self._memory.left(left)
         for new in step.new:
-            self._begin(new)
+            self._begin(new, self._memory)
         found = self._draft(step)
         self._began = began
         return found
 
     def close(self) -> None:
-        """What is known goes to its folder, if there is one; called at the process's end as well."""
-        self._closed = True
-        if self._history is not None:
-            for slot in self._rows.running:
-                text = self._rows.texts[slot, : self._rows.length[slot]]
-                self._history.ended(self._uids[slot], -1 - slot, text, int(self._rows.prompt[slot]))
-            self._history.flush()
-            self._history = None
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
+        """What is known goes to its folder, if there is one; called when the engine has gone, and at the process's end."""
+        if self._memory is not None:
+            self._memory.close()
 
     def metrics(self) -> dict[str, float]:
         """The drafter's figures since the last call, under `spec/`; vLLM counts drafts and acceptance by itself."""
@@ -169,28 +150,27 @@ class HistoryDrafter:
 
     # ---- inside ---------------------------------------------------------------------------------------
 
-    def _read(self, history: str | None, warm_from: str | None, window: int) -> int:
-        """Take in what is known from before; the newest visit's number."""
+    def _read(
+        self, history: str | None, warm_from: str | None, window: int
+    ) -> tuple[HistoryFolder | None, int]:
+        """Take in what is known from before; the history's folder, and the number of its newest visit."""
         if history is None and warm_from is None:
-            return 0
+            return None, 0
         known = fingerprint(self._config.model_config)
         if warm_from is not None:
             for rollouts in read_run(Path(warm_from), known, window):
                 self._drafter.remember(rollouts)
         if history is None:
-            return 0
-        self._folder = HistoryFolder(Path(history), known)
-        newest = 0
-        for rollouts in self._folder.read(window):
-            self._drafter.remember(rollouts)
-            newest = max(newest, *(rollout.visit for rollout in rollouts))
-        return newest
-
-    def _remember(self, rollouts: list[Rollout]) -> None:
-        if not self._closed:
-            self._drafter.remember(rollouts)
-        if self._folder is not None:
-            self._folder.append(rollouts)
+            return None, 0
+        folder, newest = HistoryFolder(Path(history), known), 0
+        try:
+            for rollouts in folder.read(window):
+                self._drafter.remember(rollouts)
+                newest = max(newest, *(rollout.visit for rollout in rollouts))
+        except BaseException:
+            folder.close()
+            raise
+        return folder, newest
 
     def _learn(self, step: Step, began: float, clean: bool) -> None:
         """What became of the last drafts, and how long that took."""
@@ -210,12 +190,11 @@ class HistoryDrafter:
         if clean:
             self.cost.observe(slots.size, drafts.token_ids.size, began - self._began)
 
-    def _begin(self, new: New) -> None:
+    def _begin(self, new: New, memory: Memory) -> None:
         text = self._rows.texts[new.slot, : self._rows.length[new.slot]].astype(np.int64)
         prompt, response = text[: new.prompt], text[new.prompt :]
-        uid = self._uids[new.slot] = prompt_uid(prompt)
-        if self._history is not None:  # not closed
-            self._history.began(uid, None if new.back is None else new.back.serial)
+        uid = prompt_uid(prompt)
+        memory.began(new, uid)
         group = int(uid[:15], 16)  # siblings share what the drafter keeps of their prompt
         self._drafter.begin(new.slot, Request(0, 0, group, prompt, response, 0, 0, SamplingParams()))
 
@@ -244,16 +223,11 @@ class HistoryDrafter:
 
 def _stop_ids(model_config: Any) -> set[int]:
     """The ids that end a response unless a request says otherwise."""
-    known = (
-        model_config.hf_config.eos_token_id,
-        model_config.try_get_generation_config().get("eos_token_id"),
-    )
+    # Of a model of several modalities only the language model's part may have them.
+    parts = (model_config.hf_config, model_config.hf_text_config)
+    known = [getattr(part, "eos_token_id", None) for part in parts]
+    known.append(model_config.try_get_generation_config().get("eos_token_id"))
     found: set[int] = set()
     for ids in known:
         found |= {ids} if isinstance(ids, int) else set(ids or ())
     return found
-
-
-def _close(drafter: weakref.ref[HistoryDrafter]) -> None:
-    if (alive := drafter()) is not None:
-        alive.close()

@@ -5,17 +5,20 @@
           rank-0/lock                       held by the process that writes there
 
 Each engine writes to the first `rank-N` that nobody else writes to, and reads all: data-parallel ranks, replicas of a
-trainer, servers side by side. Visits are numbered by the clock, so those of all of them have one order.
+trainer, servers side by side. Visits are numbered by the clock, so those of all of them have one order. Where the file
+system has no locks all write to `rank-0`, each to files of names of its own: rollouts-000012-5d0a3fb2.parquet.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 SEGMENT = 256  # responses of a file,
 SEGMENT_TOKENS = 1 << 21  # and of these together
+UNWRITTEN = 8  # files that may wait for the disk
 EVERY = 60.0  # seconds; what has ended is written at the latest then, with the next step
 LARGEST = 1 << 30  # bytes of one rank's files; the oldest are removed
 ANOTHER_RUN = 1 << 20  # subtracted from a run's visits: older than any of ours
@@ -147,12 +151,15 @@ class HistoryFolder:
         else:
             write_atomically(note, json.dumps(ours, indent=1).encode())
         self._mine, self._lock = _first_free(path)
-        remove_leftovers(self._mine)
+        self._suffix = "" if self._lock.held else f"-{secrets.token_hex(4)}"
+        if self._lock.held:
+            remove_leftovers(self._mine)
         self._next = max((_number(file) for file in self._files(self._mine)), default=0) + 1
         self._waiting: list[Rollout] = []
         self._tokens = 0  # of these
         self._written = time.monotonic()
         self._thread = ThreadPoolExecutor(1, "history-folder")
+        self._unwritten: deque[Future[None]] = deque()
         self._failed = False
 
     def read(self, window: int) -> Iterator[list[Rollout]]:
@@ -175,7 +182,8 @@ class HistoryFolder:
 
     def close(self) -> None:
         """Write what is left, here: at a process's end threads take no more work. Let others write."""
-        self._thread.shutdown()
+        with suppress(RuntimeError):  # in the thread itself, where the collector may call this
+            self._thread.shutdown()
         if self._waiting:
             self._put(*self._segment())
         self._lock.release()
@@ -186,14 +194,19 @@ class HistoryFolder:
 
     def _write(self) -> None:
         segment = self._segment()
+        while self._unwritten and self._unwritten[0].done():
+            self._unwritten.popleft()
+        if len(self._unwritten) >= UNWRITTEN:
+            self._say("the disk takes too long")
+            return
         try:
-            self._thread.submit(self._put, *segment)
+            self._unwritten.append(self._thread.submit(self._put, *segment))
         except RuntimeError:  # the process is about to end
             self._put(*segment)
 
     def _segment(self) -> tuple[Path, list[Rollout], int]:
         """The next file: its path, what belongs in it, and its number."""
-        segment = self._mine / f"rollouts-{self._next:06}.parquet", self._waiting, self._next
+        segment = self._mine / f"rollouts-{self._next:06}{self._suffix}.parquet", self._waiting, self._next
         self._waiting, self._tokens, self._written = [], 0, time.monotonic()
         self._next += 1
         return segment
@@ -207,10 +220,13 @@ class HistoryFolder:
             while sum(sizes) > LARGEST and len(files) > 1:
                 remove_atomically(files.pop(0))
                 sizes.pop(0)
-        except (StrettoError, OSError) as error:
-            if not self._failed:
-                logger.warning("the history is not kept: %s", error)
-            self._failed = True
+        except Exception as error:  # noqa: BLE001 -- nobody asks what became of it
+            self._say(error)
+
+    def _say(self, why: object) -> None:
+        if not self._failed:
+            logger.warning("the history is not kept: %s", why)
+        self._failed = True
 
 
 def _first_free(path: Path) -> tuple[Path, Lock]:
@@ -238,5 +254,5 @@ def _read_note(note: Path) -> Fingerprint:
 
 
 def _number(file: Path) -> int:
-    digits = file.stem.rpartition("-")[2]
+    digits = file.stem.split("-")[1]
     return int(digits) if digits.isdigit() else 0

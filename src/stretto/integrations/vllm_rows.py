@@ -205,12 +205,16 @@ class Rows:
                     lost.remove(slot)
                     break
 
-    def _leave(self, slot: int) -> Left:
+    def said(self, slot: int) -> tuple[TokenArray, bool]:
+        """A copy of the prompt and response of the request in `slot`, and whether it ends with a stop token."""
         # What is accepted behind a stop token is in the row too, though nobody is given it.
         last, length = int(self.last[slot]), int(self.length[slot])
         at = np.flatnonzero(np.isin(self.texts[slot, last:length], self._stops))
-        tokens = self.texts[slot, : last + at[0] + 1 if at.size else length].copy()
-        left = Left(int(self._serial[slot]), slot, int(self.prompt[slot]), tokens, at.size > 0)
+        return self.texts[slot, : last + at[0] + 1 if at.size else length].copy(), at.size > 0
+
+    def _leave(self, slot: int) -> Left:
+        tokens, stopped = self.said(slot)
+        left = Left(int(self._serial[slot]), slot, int(self.prompt[slot]), tokens, stopped)
         self._free.append(slot)
         self._left[left.serial] = left
         self._left_tokens += tokens.size
