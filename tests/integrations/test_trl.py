@@ -266,6 +266,12 @@ class TestResume:
             "round-000005.parquet",
         ]
 
+    def test_is_kept_where_nothing_is_drafted(self, tmp_path: Path) -> None:
+        """A script that is started again with drafts has them from its first step."""
+        run(tmp_path / "a", HistoryRollout(PLAIN, history_dir=tmp_path / "h"), max_steps=2)
+        ran = run(tmp_path / "b", HistoryRollout(DRAFTED, history_dir=tmp_path / "h"), max_steps=1)
+        assert ran.logged("stretto/tokens_per_step")[0] > 1.5
+
     def test_leaves_out_what_is_damaged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         run(tmp_path / "a", HistoryRollout(DRAFTED, history_dir=tmp_path / "h"), max_steps=2)
         (tmp_path / "h" / "round-000001.parquet").write_bytes(b"not a table")

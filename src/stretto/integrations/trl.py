@@ -285,8 +285,8 @@ class HistoryRollout:
         rollouts = gathered(self._trainer, mine)
         if self._drafter is not None:
             self._drafter.remember(rollouts)
-            if self._folder is not None and self._trainer.accelerator.is_main_process:
-                self._folder.write(rollouts, self._round)
+        if self._folder is not None and self._trainer.accelerator.is_main_process:
+            self._folder.write(rollouts, self._round)
         self._round += 1
 
     def _end(self) -> None:

@@ -6,9 +6,8 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from weakref import WeakValueDictionary
 
-from stretto.atomic import write_atomically
+from stretto.atomic import remove_leftovers, write_atomically
 from stretto.drafting import Newest
 from stretto.errors import StrettoError
 from stretto.history.log import read_answered, read_rollouts, write_rollouts
@@ -19,8 +18,10 @@ from stretto.records import Rollout
 logger = logging.getLogger(__name__)
 
 PATTERN = "round-*.parquet"
-_WRITERS: WeakValueDictionary[Path, HistoryFolder] = WeakValueDictionary()
-"""Of this process, by folder: who begins again there, as in a notebook after an interruption, takes over."""
+_LOCKS: dict[Path, Lock] = {}
+"""Of this process's writers, by folder: who begins again there, as in a notebook after an interruption, takes over,
+whether the one before is still there or not.
+"""
 
 
 class HistoryFolder:
@@ -41,18 +42,23 @@ class HistoryFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StrettoError(f"history_dir: {path} cannot be made: {error}") from error
-        self.path, self._max_bytes = path, max_bytes
+        self.path, self._key, self._max_bytes = path, path.resolve(), max_bytes
         self._newest = Newest(window)
         self.next_round = 0
         self._failed = False
         self._lock: Lock | None = None
         if writes:
-            key = path.resolve()
-            if (before := _WRITERS.get(key)) is not None:
+            if (before := _LOCKS.pop(self._key, None)) is not None:
                 before.release()
-            self._lock = Lock(path / "lock")
-            _WRITERS[key] = self
-        _check_tokenizer(path / "history.json", vocabulary_hash(vocabulary), writes)
+            self._acquire()
+        try:
+            if self._lock is not None and self._lock.held:
+                remove_leftovers(path)
+            _check_tokenizer(path / "history.json", vocabulary_hash(vocabulary), writes)
+        except BaseException:
+            self.release()
+            raise
+        self._there = set(self._rounds())  # that this one knows of
 
     def load(self, vocabulary: int) -> Iterator[list[Rollout]]:
         """The responses that are to be remembered, one round at a time, oldest first.
@@ -97,13 +103,26 @@ class HistoryFolder:
 
     def release(self) -> None:
         """Let others write, until this one does again."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        if self._holds:
+            _LOCKS.pop(self._key).release()
+        self._lock = None
+
+    @property
+    def _holds(self) -> bool:
+        return self._lock is not None and _LOCKS.get(self._key) is self._lock
+
+    def _acquire(self) -> None:
+        self._lock = _LOCKS[self._key] = Lock(self.path / "lock")
 
     def _write(self, rollouts: Sequence[Rollout], round: int) -> None:
-        if self._lock is None:
-            self._lock = Lock(self.path / "lock")
+        if not self._holds:
+            self._acquire()
+        if self._rounds().keys() - self._there:
+            self.release()
+            raise StrettoError(
+                f"another script has written to {self.path} since: begin again with a new HistoryRollout"
+            )
+        self._there.add(round)
         write_rollouts(self._file(round), rollouts, step=round)
         for rollout in rollouts:
             self._newest.add(rollout.prompt.uid, rollout.visit, round)

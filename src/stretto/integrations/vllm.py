@@ -140,7 +140,7 @@ class HistoryDrafter:
         return found
 
     def close(self) -> None:
-        """What is known goes to its folder, if there is one; called when the engine has gone, and at the process's end."""
+        """What is known goes to its folder, if there is one; called at the engine's and the process's end as well."""
         if self._memory is not None:
             self._memory.close()
 
