@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
 from stretto.draft import openings
 from stretto.draft.drafter import HistoryDrafter
+from stretto.records import prompt_uid
 from tests.draft.engine import drafter, propose, request, rollout, step
 
 PROMPTS = [(5, 6, 7), (5, 6, 8), (5, 6, 9), (5, 6, 10)]
@@ -26,6 +29,25 @@ def test_a_step_opens_what_it_may_and_the_first_in_any_case(monkeypatch: pytest.
     it = begun(1, monkeypatch)
     drafted = [(propose(it, SLOTS, [known] * 4).counts > 0).tolist() for known in range(4)]
     assert drafted == [[place <= known for place in range(4)] for known in range(4)]
+
+
+def test_after_one_that_is_too_much_none_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But siblings of what is open go on."""
+    it = begun(1, monkeypatch)
+    it.end(3, None)
+    it.begin(3, request(3, 0, PROMPTS[0]))
+    it.index.wait([prompt_uid(np.array(PROMPTS[0]))])
+    monkeypatch.setattr(openings, "OPENED", it.index.opening(prompt_uid(np.array(PROMPTS[0]))) + 1)
+    waited: list[str] = []
+    wait = it.index.wait
+
+    def listening(uids: Iterable[str]) -> None:
+        waited.extend(uids)
+        wait(uids)
+
+    monkeypatch.setattr(it.index, "wait", listening)
+    assert (propose(it, SLOTS, [0] * 4).counts > 0).tolist() == [True, False, False, True]
+    assert waited == [prompt_uid(np.array(prompt)) for prompt in PROMPTS[:2]]
 
 
 def test_those_of_one_prompt_are_opened_together(monkeypatch: pytest.MonkeyPatch) -> None:

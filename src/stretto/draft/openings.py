@@ -57,19 +57,24 @@ class Openings:
         return bool(self._due)
 
     def open(self) -> list[tuple[int, IntArray]]:
-        """Open histories that are due, as many as one step may; their slots, with all that was said there (T,)."""
+        """Open histories that are due, as many as one step may; their slots, with all that was said there (T,).
+
+        After the first that is too much, none is waited for: only requests of prompts that are open go on.
+        """
         opened: list[tuple[int, IntArray]] = []
-        copied, uids = 0, set[str]()
+        copied, full, uids = 0, False, set[str]()
         for slot, due in list(self._due.items()):
             if due.uid not in uids:  # else it is there
-                if copied >= OPENED:
+                if full:
                     continue
                 if self._wait:
                     self._index.wait([due.uid])
                 size = self._index.opening(due.uid)
                 if copied and copied + size > OPENED:
+                    full = True
                     continue
                 copied += size
+                full = copied >= OPENED
                 uids.add(due.uid)
             del self._due[slot]
             self.handles[slot] = self._index.open(due.uid)
