@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ ray = pytest.importorskip("ray", reason="make test-ray")
 from stretto.config import ScheduleConfig, load_config  # noqa: E402
 from stretto.errors import StrettoError  # noqa: E402
 from stretto.fleet.in_process import InProcessFleet  # noqa: E402
-from stretto.fleet.ray import RayFleet, WeightObjects, how_it_ended, part_of_gpu  # noqa: E402
-from stretto.fleet.ray_cluster import gpus_for_ray, ray_for  # noqa: E402
+from stretto.fleet.ray import RayFleet, RayRanks, WeightObjects, how_it_ended, part_of_gpu  # noqa: E402
+from stretto.fleet.ray_cluster import check_gpus, gpus_for_ray, ray_for  # noqa: E402
 from stretto.fleet.ray_worker import as_arrays, as_tensors  # noqa: E402
 from stretto.records import Event, Loaded, WorkerDown, WorkerUp  # noqa: E402
 from stretto.schedule import make_schedule  # noqa: E402
+from stretto.spawn import ProcessLost  # noqa: E402
 from stretto.weights import WeightsRef  # noqa: E402
 from tests.fleet.test_process import AnswerAll, World, build_tiny, past, wait_until  # noqa: E402
 from tests.fleet.toy import Fault, alive, build_remembering, request, response, toy  # noqa: E402
@@ -135,6 +136,21 @@ def test_an_exception_in_a_worker_ends_the_run(kind: str, message: str) -> None:
         world.answer(fleet)
 
 
+def test_a_process_that_cannot_begin_ends_and_is_not_waited_for() -> None:
+    """Of a learner: an import that fails there alone is no message of its own."""
+    places = RayRanks(1, 1.0, 0.0, 60.0)
+    rank = places.start("stretto.learn.no_such_module", 0)
+
+    def hear() -> None:
+        for _ in range(300):
+            assert rank.receive(0.2) is None
+
+    with pytest.raises(ProcessLost):
+        hear()
+    rank.close()
+    places.close()
+
+
 def test_when_no_worker_is_left_the_run_ends() -> None:
     world = AnswerAll()
     every = [Fault(number, 5, "kill") for number in range(2)]
@@ -211,6 +227,7 @@ def test_weights_are_put_once_and_pulled_late_by_who_comes_late() -> None:
         fleet.load(WeightsRef(2, "copy", tensors), [1], "continue")
         assert wait_until(lambda: Loaded(1, 2) in events)
         assert kept.write(WeightsRef(2, "copy", tensors)).handle == handle
+    assert kept.write(WeightsRef(2, "copy", tensors)).handle != handle  # closed, it holds none
     assert [event.version for event in events if event == Loaded(0, 1)] == [1]
 
 
@@ -257,6 +274,25 @@ def test_a_ray_of_ones_own_leaves_the_learner_its_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     config = load_config("demo", {"fleet.kind": "ray", "fleet.workers": 2, "model.device": "auto", **changes})
     assert gpus_for_ray(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "said"),
+    [
+        (1, {}, "leaves 0 of this machine's 1 GPUs to the workers, of which one needs 1: "),
+        (2, {"learner.shards": 2}, r'use learner\.place = "here", .* or fleet\.gpus = 0'),
+        (1, {"fleet.gpus": 0.5}, "of which one needs 0.5"),
+        (2, {}, ""),
+        (1, {"fleet.gpus": 0.0}, ""),
+        (1, {"learner.place": "here"}, ""),
+        (1, {"model.device": "cpu"}, ""),
+        (0, {}, ""),
+    ],
+)
+def test_a_learner_that_leaves_no_gpu_is_refused(gpus: int, changes: dict[str, Any], said: str) -> None:
+    settings = {"fleet.kind": "ray", "learner.place": "cluster", "model.device": "auto", **changes}
+    with pytest.raises(StrettoError, match=said) if said else nullcontext():
+        check_gpus(load_config("demo", settings), gpus)
 
 
 def test_ray_reasons_are_short_and_name_memory() -> None:

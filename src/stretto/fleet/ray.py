@@ -98,7 +98,7 @@ class RayHosts:
     def close(self) -> None:
         for place in list(self._places):
             self.leave(place)
-        self.weights = WeightObjects()
+        self.weights.close()
 
 
 class WeightObjects:
@@ -130,6 +130,10 @@ class WeightObjects:
         self._newest = written
 
     def taken(self, worker: int, version: int | None = None) -> None: ...
+
+    def close(self) -> None:
+        """Ray may free the newest ones too."""
+        self._newest = None
 
 
 class RayChannel:

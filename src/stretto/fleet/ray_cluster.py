@@ -69,6 +69,8 @@ def ray_for(config: Config, cores: int) -> Iterator[None]:
         # Ray has put its own there, for good. None: whoever had put his there did it outside Python.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
     try:
+        if address is None:
+            check_gpus(config, ray.cluster_resources().get("GPU", 0.0))
         yield
     finally:
         ray.shutdown()
@@ -86,6 +88,22 @@ def gpus_for_ray(config: Config) -> list[str] | None:
     free = devices[config.learner.shards :]
     gpus = 1.0 if config.fleet.gpus is None else config.fleet.gpus
     return free if devices and len(free) >= config.fleet.workers * gpus else None
+
+
+def check_gpus(config: Config, gpus: float) -> None:
+    """Raise StrettoError if, of the `gpus` of a Ray of the run's own, to which none is ever added, a learner on it
+    leaves no room to any worker.
+    """
+    learner, wanted = config.learner, config.fleet.gpus
+    if learner.place != "cluster" or config.model.device == "cpu" or not gpus:
+        return
+    left = gpus - learner.shards
+    if wanted != 0.0 and left < (wanted or 1.0):
+        raise StrettoError(
+            f'learner.place = "cluster" with learner.shards = {learner.shards} leaves {max(left, 0.0):g} of this '
+            f"machine's {gpus:g} GPUs to the workers, of which one needs {wanted or 1.0:g}: use learner.place = "
+            '"here", where they share with the learner, or fleet.gpus = 0 for workers without a GPU'
+        )
 
 
 @contextmanager

@@ -77,7 +77,12 @@ class EngineActor:
             self._news.notify_all()
 
     def _serve(self, module: str) -> None:
-        importlib.import_module(module).serve(self._inbox, self._send)
+        try:
+            importlib.import_module(module).serve(self._inbox, self._send)
+        except BaseException:  # noqa: BLE001 -- the thread would end unseen, and the trainer wait for it
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 RayWorker: Any = ray.remote(concurrency_groups=GROUPS)(EngineActor)
