@@ -44,6 +44,13 @@ def test_a_learner_of_several_processes_has_the_first_ones() -> None:
         ({"fleet.kind": "processes", "learner.shards": 2}, 2, True),
         ({"fleet.kind": "ray", "fleet.address": "auto", "fleet.workers": 8}, 1, False),
         ({"fleet.kind": "ray", "fleet.address": "auto", "fleet.gpus": 0.5}, 8, True),
+        # A Ray of the run's own has the GPUs that the learner leaves, or all where these are too few.
+        ({"fleet.kind": "ray", "fleet.gpus": 1.0, "fleet.workers": 1}, 1, True),
+        ({"fleet.kind": "ray", "fleet.gpus": 1.0, "fleet.workers": 1}, 2, False),
+        ({"fleet.kind": "ray", "fleet.gpus": 0.7, "fleet.workers": 3}, 3, True),
+        ({"fleet.kind": "ray", "fleet.gpus": 0.0, "fleet.workers": 3}, 1, False),
+        ({"fleet.kind": "ray", "fleet.workers": 2}, 2, True),
+        ({"fleet.kind": "ray", "fleet.gpus": 1.0, "fleet.workers": 1, "learner.place": "cluster"}, 2, False),
     ],
 )
 def test_engines_that_share_a_gpu(changes: dict[str, Any], gpus: int, shared: bool) -> None:

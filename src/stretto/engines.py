@@ -55,9 +55,16 @@ def shares_gpus(config: Config, gpus: int) -> str:
     fleet, learner = config.fleet, config.learner
     if fleet.kind == "in_process":
         return "vLLM and the learner"
-    if fleet.kind == "ray" and (fleet.gpus is not None or fleet.address is not None):
-        return "workers" if fleet.gpus is not None and 0.0 < fleet.gpus <= 0.5 else ""
-    engines = fleet.workers * _vllm_gpus(config)
+    each = float(_vllm_gpus(config))
+    if fleet.kind == "ray":
+        each = 1.0 if fleet.gpus is None else fleet.gpus
+        if 0.0 < each <= 0.5:
+            return "workers"
+        # In a Ray of the run's own are the learner's GPUs, too, where the others are too few.
+        both_reserve = fleet.gpus is not None and learner.place == "cluster"
+        if fleet.address is not None or each == 0.0 or both_reserve:
+            return ""
+    engines = fleet.workers * each
     return "workers and the learner" if gpus < engines + learner.shards else ""
 
 
