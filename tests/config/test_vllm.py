@@ -24,6 +24,18 @@ from stretto.trainer import Trainer
         ({"engine.vllm.logprobs_mode": "raw_logits"}, "cannot be chosen"),
         ({"engine.vllm.distributed_executor_backend": "ray"}, "cannot be chosen"),
         ({"engine.vllm.tensor_parallel_size": 2, "fleet.kind": "ray"}, 'use fleet.kind = "processes", or 1'),
+        (
+            {"engine.vllm.tensor_parallel_size": "two"},
+            r"engine\.vllm\.tensor_parallel_size = \'two\': expected a whole",
+        ),
+        ({"engine.vllm.tensor_parallel_size": 2.0}, "at least 1"),
+        ({"engine.vllm.tensor_parallel_size": 0}, "at least 1"),
+        ({"engine.vllm.tensor_parallel_size": True}, "at least 1"),
+        (
+            {"engine.vllm.gpu_memory_utilization": "half"},
+            r"engine\.vllm\.gpu_memory_utilization = 'half': expected",
+        ),
+        ({"engine.vllm.gpu_memory_utilization": 40}, "above 0 and at most 1"),
         ({"model.dtype": "float64"}, 'use "float32"'),
         ({"fleet.weights": "shared"}, 'use "auto"'),
         ({"reuse.kind": "prefix"}, r'use "noise" or "none"'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
@@ -48,6 +49,7 @@ def run(config: Config) -> None:
             raise StrettoError(
                 f"engine.vllm.{name}: this cannot be chosen: how Stretto samples, steps and loads weights depends on it"
             )
+    _check_numbers(config.engine.vllm)
     size = config.engine.vllm.get("tensor_parallel_size", 1)
     if config.fleet.kind == "ray" and size != 1:
         raise StrettoError(
@@ -64,6 +66,19 @@ def run(config: Config) -> None:
         raise StrettoError(
             'reuse.kind = "prefix" with engine.kind = "vllm": vLLM has no prefix reuse; use "noise" or "none", or '
             'engine.kind = "embedded"'
+        )
+
+
+def _check_numbers(arguments: Mapping[str, object]) -> None:
+    """Raises StrettoError for values of those arguments that Stretto itself reckons with."""
+    size, share = arguments.get("tensor_parallel_size", 1), arguments.get("gpu_memory_utilization", 1.0)
+    if type(size) is not int or size < 1:  # True is none
+        raise StrettoError(
+            f"engine.vllm.tensor_parallel_size = {size!r}: expected a whole number of GPUs, at least 1"
+        )
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+        raise StrettoError(
+            f"engine.vllm.gpu_memory_utilization = {share!r}: expected a share of a GPU, above 0 and at most 1"
         )
 
 
