@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.atomic import (
+    append_lines,
     append_synced,
     link_atomically,
     remove_atomically,
@@ -140,6 +141,28 @@ def test_a_failed_append_changes_nothing_and_can_be_repeated(tmp_path: Path) -> 
         assert path.read_bytes() == b"one\n"
     append_synced(path, b"two\n")
     assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_lines_that_fail_take_nothing_of_others_with_them(tmp_path: Path) -> None:
+    """And what is left of them spoils no line that comes after."""
+    path = tmp_path / "shared"
+
+    def fail() -> None:
+        with path.open("ab") as other:
+            other.write(b"\nother\n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    append_lines(path, b"one\n")
+    with (
+        Disk(1, fail).inserted(),
+        pytest.raises(StrettoError, match="No space left on device .4 bytes wanted.*; a part may"),
+    ):
+        append_lines(path, b"two\n")
+    assert path.read_bytes() == b"one\ntw\nother\n"
+    path.write_bytes(b"one\ntw")  # as of a writer that was killed
+    append_lines(path, b"two\n")
+    append_lines(path, b"three\n")
+    assert path.read_bytes() == b"one\ntw\ntwo\nthree\n"
 
 
 def test_a_folder_with_something_in_it_is_never_replaced(tmp_path: Path) -> None:

@@ -113,6 +113,23 @@ def append_synced(path: Path, content: bytes) -> None:
             os.close(descriptor)
 
 
+def append_lines(path: Path, content: bytes) -> None:
+    """Append lines to the file `path`, to which other processes append at the same time, and wait for the disk.
+
+    They begin on a line of their own, whatever a killed writer left. Raises StrettoError if the disk refuses; a part of
+    `content` may be there then: others may have written behind it, so that nothing is taken back.
+    """
+    with disk_errors(path, wanted=len(content), state="a part may have been appended"):
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            _write_all(descriptor, b"\n" + content if torn else content)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def remove_atomically(path: Path) -> None:
     """Remove a file, or a folder with all that is in it, so that no half of it is ever seen under its name.
 

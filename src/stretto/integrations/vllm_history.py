@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stretto.atomic import append_synced
+from stretto.atomic import append_lines
 from stretto.draft import MAX_NODES
 from stretto.errors import StrettoError
 from stretto.integrations.vllm_rows import TokenArray
@@ -265,7 +265,7 @@ def append_rewards(path: Path, graded: Iterable[Graded]) -> None:
         }
         for one in graded
     ]
-    append_synced(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    append_lines(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
 class _Reward(NamedTuple):
