@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from stretto.history.log import read_rollouts
 from stretto.integrations import vllm_fixes
-from stretto.integrations.vllm import reward
+from stretto.integrations.vllm import _stop_ids, reward
 from tests.integrations.vllm_setup import answers, counters, drafter_of, make_llm, tiny_model
 
 ERROR = 1e-4  # of each distribution test: how often it fails though everything is right
@@ -244,6 +244,20 @@ class TestHistory:
         assert answers(second, PROMPTS, temperature=0.0, max_tokens=20) == said
         assert counters(second)["accepted_tokens"] > 3 * 10
 
+    def test_of_a_deleted_engine_is_kept(self, model: Path, llms: list[Any], tmp_path: Path) -> None:
+        """As in a notebook: the second engine has what the first one said, and its place in the folder."""
+        settings = {"budget": "fixed", "history": str(tmp_path / "history")}
+        llm = make_llm(model, settings)
+        said = answers(llm, PROMPTS, temperature=0.0, max_tokens=20)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        second = make_llm(model, settings)
+        llms.append(second)
+        assert answers(second, PROMPTS, temperature=0.0, max_tokens=20) == said
+        assert counters(second)["accepted_tokens"] > 3 * 10
+        assert not (tmp_path / "history" / "rank-1").exists()
+
     def test_of_a_damaged_file_nothing_is_taken(
         self, model: Path, llms: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -291,6 +305,21 @@ class TestHistory:
         found = drafter_of(llm).metrics()
         assert found["spec/index/bytes"] <= 1.1 * 1e-3 * 2**30  # what is in use may exceed it
         assert found["spec/index/dropped_prompts"] > 0
+
+
+def test_of_a_composite_model_the_language_parts_stop_tokens_are_known(tmp_path: Path) -> None:
+    """Its own configuration has none, and no attribute of that name."""
+    from transformers import Mistral3Config, PreTrainedConfig
+    from vllm.config import ModelConfig
+
+    config = Mistral3Config(text_config={"model_type": "mistral", "eos_token_id": 7})
+    if hasattr(config, "eos_token_id"):
+        del config.eos_token_id
+    assert isinstance(config, PreTrainedConfig)
+    config.architectures = ["Mistral3ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    found = ModelConfig(str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
+    assert _stop_ids(found) == {7}
 
 
 @pytest.mark.usefixtures("llms")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -185,6 +187,30 @@ def test_the_next_turn_goes_on_from_the_first_prompt() -> None:
     batch.step([], [])
     (new,) = batch.step([Asked(1, [1, 4, STOP, 8, 8])], [[6]]).new
     assert new.prompt == 1
+
+
+COMPILED = """
+import numpy as np
+from stretto.draft import no_drafts
+from stretto.draft.compile import compile_kernels
+from stretto.draft.paths import judge
+from stretto.integrations.vllm_rows import Rows, _goes_on, _take
+
+compile_kernels()
+rows = Rows(2, 8, {3})
+kernels = judge, _goes_on, _take
+before = [len(kernel.signatures) for kernel in kernels]
+for total in (3, 4):
+    slots = rows.follow(np.ones(2, np.int64), np.full(2, total, np.int32), np.zeros((2, 8), np.int32)).slots
+drafts, begins = no_drafts(2), rows.last[slots]
+emitted = np.where(np.zeros(2, np.bool_), 0, rows.length[slots] - begins)
+judge(drafts.counts, drafts.token_ids, begins, emitted, rows.texts.reshape(-1))
+assert before == [len(kernel.signatures) for kernel in kernels] == [1, 1, 1], before
+"""
+
+
+def test_no_step_compiles_anything() -> None:
+    subprocess.run([sys.executable, "-c", COMPILED], check=True, timeout=120)
 
 
 def test_what_has_left_is_forgotten_in_time() -> None:

@@ -13,6 +13,7 @@ from stretto.draft.cost import CostModel
 from stretto.draft.counters import Counters
 from stretto.draft.dropped import path_estimates
 from stretto.draft.follow import follow, follow_history, grow_at, nowhere
+from stretto.draft.paths import judge
 from stretto.draft.tree import Rules, room_for
 from stretto.history.automaton import LivePool, find_text, match_live
 from stretto.history.frozen import Arena, freeze
@@ -44,6 +45,7 @@ def compile_kernels() -> None:
     sources = grown.sources.astype(np.int8)
     drafts = Drafts(counts, grown.token_ids, grown.parents, grown.depth, grown.estimates, sources)
     Counters().add(drafts.select(none), Verified(none[:0], none[:0], counts))
+    judge(counts, grown.token_ids, one, one, tokens)
     calibration.learn(grown.raw, grown.rows, grown.depth, none, none)
     cost = CostModel()
     cost.fit([(1, 1.0), (2, 1.0)])

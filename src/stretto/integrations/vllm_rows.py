@@ -139,6 +139,9 @@ class Rows:
         )  # sizes by hash, the one seen longest ago first
         self._sizes: Counter[int] = Counter()  # of these
         self._skipped = False  # whether there was a step without a call before this one
+        none, texts = self._rows, self.texts  # compiled now, so that no step has to
+        _goes_on(none, self.length, texts, none, none, texts, self.stopped[:0])
+        _take(none, self.length, self.last, self.stopped, self._stops, texts, none, texts)
 
     @property
     def running(self) -> list[int]:
