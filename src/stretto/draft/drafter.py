@@ -22,6 +22,7 @@ from stretto.draft.compile import compile_kernels
 from stretto.draft.counters import Counters
 from stretto.draft.dropped import DROPPED, DroppedWork
 from stretto.draft.follow import follow, follow_history, grow_at, nowhere
+from stretto.draft.mean_lengths import MeanLengths
 from stretto.draft.openings import Openings
 from stretto.draft.pauses import Pauses
 from stretto.draft.tree import Rules, room_for
@@ -47,15 +48,6 @@ class _Group:
     state: int  # the match of the whole prompt in itself, and its length
     length: int
     users: int = 0
-
-
-@dataclass(slots=True)
-class _Lengths:
-    """Of the responses of a prompt's newest visit."""
-
-    visit: int
-    tokens: int = 0
-    responses: int = 0
 
 
 class HistoryDrafter:
@@ -110,7 +102,7 @@ class HistoryDrafter:
         # slots, counts and tokens of the steps that were not asked
         self._late: list[tuple[IntArray, IntArray, IntArray]] = []
         self._raw, self._rows = np.zeros(0), column()[:0]  # of the last proposal's nodes
-        self._lengths: dict[str, _Lengths] = {}  # by prompt uid
+        self._lengths = MeanLengths()
         self._counters = Counters()
         compile_kernels()
 
@@ -141,8 +133,7 @@ class HistoryDrafter:
             self._dropped.begin(slot, request)
         if "siblings" in self._sources:
             self._join(slot, tokens, dropped)
-        lengths = self._lengths.get(uid)
-        self.budget.begin(slot, lengths.tokens / lengths.responses if lengths else None)
+        self.budget.begin(slot, self._lengths.mean(uid))
         self._counters.begin_seconds += self._clock() - began
 
     def end(self, slot: int, length: int | None) -> None:
@@ -256,12 +247,7 @@ class HistoryDrafter:
                 for r in members
             ]
             self.index.add(uid, visit, responses)
-            lengths = self._lengths.setdefault(uid, _Lengths(visit))
-            if visit > lengths.visit:
-                lengths = self._lengths[uid] = _Lengths(visit)
-            if visit == lengths.visit:
-                lengths.tokens += sum(response.token_ids.size - 1 for response in responses)
-                lengths.responses += len(responses)
+            self._lengths.add(uid, visit, [response.token_ids.size - 1 for response in responses])
             uids.append(uid)
         self.index.prepare(uids)
         if self._newest >= 0 and not self._users[self._newest]:
