@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from stretto.draft.budget import Fixed
+from stretto.draft.drafter import HistoryDrafter
+from stretto.history.index import HistoryIndex
 from stretto.history.log import read_rollouts
 from stretto.integrations.vllm_folder import HistoryFolder
 from stretto.integrations.vllm_memory import Memory
 from stretto.integrations.vllm_rows import Step
 from stretto.records import prompt_uid
-from tests.draft.engine import drafter
 from tests.integrations.test_vllm_history import OURS
 from tests.integrations.test_vllm_rows import STOP, Asked, Batch
 
@@ -25,7 +27,8 @@ class Life:
     def __init__(self, path: Path) -> None:
         self.batch, self.path = Batch(SLOTS), path
         folder = HistoryFolder(path, OURS)
-        self.memory = Memory(self.batch.rows, drafter(slots=SLOTS), folder, None, 0, 1 << 20)
+        drafter = HistoryDrafter(HistoryIndex(), Fixed(8), slots=SLOTS)
+        self.memory = Memory(self.batch.rows, drafter, folder, None, 0, 1 << 20)
 
     def step(self, asked: list[Asked], new: list[list[int]]) -> Step:
         step = self.batch.step(asked, new)

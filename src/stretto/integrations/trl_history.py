@@ -46,11 +46,9 @@ class HistoryFolder:
         self._newest = Newest(window)
         self.next_round = 0
         self._failed = False
-        self._lock: Lock | None = None
-        if writes:
-            if (before := _LOCKS.pop(self._key, None)) is not None:
-                before.release()
-            self._acquire()
+        if writes and (before := _LOCKS.pop(self._key, None)) is not None:
+            before.release()
+        self._lock = self._acquire() if writes else None
         try:
             if self._lock is not None and self._lock.held:
                 remove_leftovers(path)
@@ -111,12 +109,13 @@ class HistoryFolder:
     def _holds(self) -> bool:
         return self._lock is not None and _LOCKS.get(self._key) is self._lock
 
-    def _acquire(self) -> None:
-        self._lock = _LOCKS[self._key] = Lock(self.path / "lock")
+    def _acquire(self) -> Lock:
+        lock = _LOCKS[self._key] = Lock(self.path / "lock")
+        return lock
 
     def _write(self, rollouts: Sequence[Rollout], round: int) -> None:
         if not self._holds:
-            self._acquire()
+            self._lock = self._acquire()
         if self._rounds().keys() - self._there:
             self.release()
             raise StrettoError(

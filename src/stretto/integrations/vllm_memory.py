@@ -9,6 +9,8 @@ import weakref
 from multiprocessing.util import Finalize
 from typing import Any
 
+import numpy as np
+
 from stretto.draft.drafter import HistoryDrafter
 from stretto.integrations.vllm_folder import HistoryFolder
 from stretto.integrations.vllm_history import OnlineHistory, Rewards
@@ -71,7 +73,7 @@ class Memory:
         try:
             for slot in self._rows.running:
                 said, size, uid = self._rows.said(slot)[0], int(self._rows.prompt[slot]), self._uids[slot]
-                if uid == prompt_uid(said[:size]):  # else its beginning was not heard of yet
+                if uid == prompt_uid(said[:size].astype(np.int64)):  # else its beginning was not heard of yet
                     history.ended(uid, -1 - slot, said, size)
             history.flush()
         finally:
