@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from stretto.history.log import read_rollouts
 from stretto.integrations import vllm_fixes
-from stretto.integrations.vllm import _stop_ids, reward
+from stretto.integrations.vllm import reward
 from tests.integrations.vllm_setup import answers, counters, drafter_of, make_llm, tiny_model
 
 ERROR = 1e-4  # of each distribution test: how often it fails though everything is right
@@ -305,21 +305,6 @@ class TestHistory:
         found = drafter_of(llm).metrics()
         assert found["spec/index/bytes"] <= 1.1 * 1e-3 * 2**30  # what is in use may exceed it
         assert found["spec/index/dropped_prompts"] > 0
-
-
-def test_of_a_composite_model_the_language_parts_stop_tokens_are_known(tmp_path: Path) -> None:
-    """Its own configuration has none, and no attribute of that name."""
-    from transformers import Mistral3Config, PreTrainedConfig
-    from vllm.config import ModelConfig
-
-    config = Mistral3Config(text_config={"model_type": "mistral", "eos_token_id": 7})
-    if hasattr(config, "eos_token_id"):
-        del config.eos_token_id
-    assert isinstance(config, PreTrainedConfig)
-    config.architectures = ["Mistral3ForConditionalGeneration"]
-    config.save_pretrained(tmp_path)
-    found = ModelConfig(str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
-    assert _stop_ids(found) == {7}
 
 
 @pytest.mark.usefixtures("llms")

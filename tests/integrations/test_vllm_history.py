@@ -11,13 +11,15 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Mistral3Config
 
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
-from stretto.integrations.vllm import reward, rewards
+from stretto.integrations.vllm import _stop_ids, reward, rewards
 from stretto.integrations.vllm_folder import UNWRITTEN, HistoryFolder
 from stretto.integrations.vllm_history import (
     EPOCH,
@@ -357,3 +359,20 @@ def test_reported_rewards_are_lines(tmp_path: Path) -> None:
     rewards(many, graded)
     assert one.read_bytes() == many.read_bytes()
     assert [json.loads(line)["reward"] for line in one.read_text().splitlines()] == [1.0, -1.0]
+
+
+def test_of_a_composite_model_the_language_parts_stop_token_is_known() -> None:
+    """Its own configuration has no attribute of that name."""
+    whole = Mistral3Config(text_config={"model_type": "mistral", "eos_token_id": 7})
+    assert not hasattr(whole, "eos_token_id")
+
+    class ModelConfig:
+        """What is asked of vLLM's."""
+
+        hf_config = whole
+        hf_text_config = whole.get_text_config()
+
+        def try_get_generation_config(self) -> dict[str, Any]:
+            return {"eos_token_id": [8, 9]}
+
+    assert _stop_ids(ModelConfig()) == {7, 8, 9}
