@@ -69,7 +69,7 @@ Key = tuple[str, int, int, int]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    tiny_model("llama", vocab_size=384, max_position_embeddings=256).save_pretrained(path)
+    tiny_model("llama", vocab_size=384, max_position_embeddings=256, eos_token_id=1).save_pretrained(path)
     return path
 
 
