@@ -251,3 +251,20 @@ def test_what_has_been_logged_leaves_no_objects_behind() -> None:
     assert rollout.reward_parts == {"format": 1.0}
     assert book.columns.reward_parts[0] is None
     check(book)
+
+
+def test_who_keeps_no_log_forgets_what_is_over_all_the_same() -> None:
+    book = ledger()
+    book.admit([(prompt(0), 0), (prompt(1), 0)], 1)
+    requests = book.start([0, 1], worker=0)
+    book.apply([progress(requests, [[1], [2]]), *(Finished(0, r.id, 1, FinishReason.STOP) for r in requests)])
+    book.apply([Scored(0, 1, 1.0), Scored(1, 1, 1.0)])
+    book.harvest([0])
+    book.forget_finished()
+    check(book)
+    assert list(book.groups.members) == [1]
+    assert book.take_finished() == []
+    book.apply([Updated(1)])
+    assert [r.token_ids.tolist() for r in book.harvest([1]).rollouts] == [[2]]
+    check(book)
+    assert (book.groups.members, book.tokens, book._records) == ({}, {}, {})

@@ -17,9 +17,7 @@ from stretto.records import (
     FloatArray,
     IntArray,
     Prompt,
-    Request,
     Rollout,
-    SamplingParams,
     State,
 )
 
@@ -177,13 +175,13 @@ class Columns:
         self.size += count
         return first
 
-    def admit(self, group: int, visit: int, step: int, keys: Sequence[int]) -> int:
-        """Add a group's rows, one for each key; returns the first one's index."""
-        first = self.grow(len(keys))
+    def admit(self, group: int, visits: Sequence[int], samples: int, step: int, keys: Sequence[int]) -> int:
+        """Add the groups from `group` on, `samples` rows with their keys each; returns the first row's index."""
+        first, count = self.grow(len(keys)), len(visits)
         rows = slice(first, self.size)
-        self.group[rows] = group
-        self.sample_index[rows] = np.arange(len(keys))
-        self.visit[rows] = visit
+        self.group[rows] = np.repeat(np.arange(group, group + count), samples)
+        self.sample_index[rows] = np.tile(np.arange(samples), count)
+        self.visit[rows] = np.repeat(np.asarray(visits, np.int32), samples)
         self.admitted_step[rows] = step
         self.key[rows] = np.array(keys, np.uint64)
         return first
@@ -192,28 +190,6 @@ class Columns:
         """Back to a row that has generated nothing."""
         for name in RESULTS:
             getattr(self, name)[row] = self._kinds[name][1]
-
-    def request(
-        self,
-        row: int,
-        request_id: int,
-        prompt: Prompt,
-        tokens: Tokens | None,
-        draft_ids: IntArray,
-        sampling: SamplingParams,
-        max_new: int | None,
-    ) -> Request:
-        """A row as the command to generate it, from the tokens that it has."""
-        # A simulated engine leaves tokens out; that there are so many is what it needs to go on.
-        cells = self.cells
-        length = cells.length[row]
-        token_ids = tokens.token_ids() if tokens else unknown_ids(length) if length else NO_IDS
-        # fmt: off
-        return Request(  # by position, as in `rollouts`
-            request_id, cells.attempt[row], cells.group[row], prompt.token_ids, token_ids, cells.turn_start[row],
-            cells.key[row], sampling, draft_ids, None, max_new,
-        )
-        # fmt: on
 
     def rollouts(
         self,

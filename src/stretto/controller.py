@@ -133,6 +133,8 @@ class Controller:
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             self._table[type(decision)](decision)
+        if not self._batches:
+            return
         # Last, for in process the learner computes now: by then everybody has been given work.
         batches, self._batches = self._batches, []
         for batch in batches:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from stretto.records import Prompt
@@ -15,7 +14,7 @@ class Groups:
         self.prompts: dict[int, Prompt] = {}
         self.members: dict[int, Sequence[int]] = {}  # request ids, ascending, without the discarded ones
         self.unscored: dict[int, int] = {}  # members without a reward; the groups that have not ended
-        self.ready: OrderedDict[int, None] = OrderedDict()  # in order of completion
+        self.ready: dict[int, None] = {}  # in order of completion
         self._open: dict[int, int] = {}  # members neither consumed nor discarded
         self._kept: dict[int, int] = {}  # requests that are still to be logged
 
@@ -36,8 +35,9 @@ class Groups:
 
     def scored(self, group: int) -> None:
         """One more member has its reward."""
-        self.unscored[group] -= 1
-        self._settle(group)
+        self.unscored[group] = left = self.unscored[group] - 1
+        if not left:
+            self.ready[group] = None
 
     def unscore(self, group: int) -> None:
         """A scored member has lost its reward."""
@@ -65,8 +65,8 @@ class Groups:
         else:
             self.ready.pop(group, None)
 
-    def forget(self, group: int) -> None:
-        """One of its requests has been logged and is over."""
-        self._kept[group] -= 1
+    def forget(self, group: int, count: int) -> None:
+        """So many of its requests have been logged and are over."""
+        self._kept[group] -= count
         if self._kept[group] == 0:
             del self._kept[group], self.members[group], self.prompts[group]

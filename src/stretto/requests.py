@@ -7,9 +7,8 @@ affair (`stretto.buffer`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -65,6 +64,12 @@ def without_tokens(rollout: Rollout) -> Rollout:
     )
 
 
+def counted(groups: IntArray) -> Iterator[tuple[int, int]]:
+    """Each number, and how often it comes."""
+    numbers, counts = np.unique(groups, return_counts=True)
+    return zip(numbers.tolist(), counts.tolist(), strict=True)
+
+
 class Requests:
     """One row per request, and its tokens. `first_id` is the id of row 0: ids go on counting after a resume, rows of
     ended requests do not come back.
@@ -80,7 +85,7 @@ class Requests:
         self.groups = Groups()
         self.waiting: OrderedDict[int, None] = OrderedDict()  # PENDING and PARKED, oldest first
         self.running: dict[int, dict[int, None]] = {}  # worker -> its requests
-        self.scored: OrderedDict[int, None] = OrderedDict()  # SCORED, in order of scoring
+        self.scored: dict[int, None] = {}  # SCORED, in order of scoring
         self.slots: dict[int, int] = {}  # worker -> slots, of the workers that are up
         self.loaded: dict[int, int] = {}  # worker -> version of its weights
         self.places: dict[
@@ -93,9 +98,10 @@ class Requests:
         self.generated_tokens = 0  # ever, whatever became of them
         self.alive = 0  # admitted, neither CONSUMED nor DISCARDED
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self._records: dict[int, Rollout] = {}  # FINISHED and SCORED responses, as they were to be graded
+        # FINISHED responses as they were to be graded, and what has become of them until they have been logged.
+        self._records: dict[int, Rollout] = {}
         self._ended_below = 0  # all rows before this one have ended
-        self._to_log: dict[int, Rollout | None] = {}  # scored or discarded since the last `take_finished`
+        self._to_log: dict[int, None] = {}  # scored or discarded since the last `take_finished`
         self._stops: Stops = {}
 
     def slot_seconds(self) -> float:
@@ -217,23 +223,31 @@ class Requests:
         """The responses scored or discarded since the last call, by id; the ended ones are then forgotten. In the
         others the ledger goes on to note what becomes of them.
         """
-        known = {i: rollout or self._records.get(i) for i, rollout in self._to_log.items()}
-        unknown = self.rollouts([i for i, rollout in known.items() if rollout is None])
-        finished = [rollout for rollout in known.values() if rollout is not None] + unknown
-        finished.sort(key=attrgetter("request_id"))
-        for rollout in finished:
-            if rollout.outcome in ENDED:
-                self._forget(rollout.request_id)
-        self._to_log.clear()
+        ids = sorted(self._to_log)
+        missing = [i for i in ids if i not in self._records]
+        made = dict(zip(missing, self.rollouts(missing), strict=True))
+        finished = [made.get(i) or self._records[i] for i in ids]
+        self.forget_finished()
         return finished
 
-    def _forget(self, request_id: int) -> None:
-        self.tokens.pop(request_id, None)
-        if self.drafts.pop(request_id, None) is not None:
-            self.drafted.discard(request_id)
-        row = request_id - self.first_id
-        self.columns.reward_parts[row] = None  # the one object of its own that a row holds
-        self.groups.forget(self.columns.cells.group[row])
+    def forget_finished(self) -> None:
+        """As `take_finished`, for who keeps no log: the ended ones are forgotten."""
+        rows = np.fromiter(self._to_log, np.int64, len(self._to_log)) - self.first_id
+        over = rows[self.columns.state[rows] >= CONSUMED]
+        self._forget((over + self.first_id).tolist())
+        self._to_log.clear()
+
+    def _forget(self, ids: Sequence[int]) -> None:
+        """They are over, and have been logged."""
+        books: tuple[dict[int, Any], ...] = (self.tokens, self.drafts, self._records)
+        for book in filter(None, books):
+            for request_id in ids:
+                book.pop(request_id, None)
+        self.drafted.difference_update(ids)
+        rows = np.asarray(ids, np.int64) - self.first_id
+        self.columns.reward_parts[rows] = None  # the one object of its own that a row holds
+        for group, count in counted(self.columns.group[rows]):
+            self.groups.forget(group, count)
 
     def in_flight(self) -> list[Rollout]:
         """Every request that has not ended, in order of its id; those about to drop their tokens as if they had."""

@@ -70,9 +70,6 @@ class BoundedRequests(Requests):
         )
         return rows[found]
 
-    def _overdue(self, first_version: int) -> bool:
-        return self.max_staleness is not None and 0 <= first_version < self.version - self.max_staleness
-
     def _refresh_overdue(self) -> None:
         """After an update: nobody can train any more on what was sampled by too old weights while it was made."""
         if self.max_staleness is None:

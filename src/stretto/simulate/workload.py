@@ -182,7 +182,7 @@ class Drawn:
             ends = [u >= self.stuck for u in uniforms(keys, 1)]
             lengths = [length if end else _STUCK for length, end in zip(lengths, ends, strict=True)]
         easy, rows = self.easy, self.rows
-        rewards = [float(u < easy[g % rows]) for g, u in zip(groups, uniforms(keys, 2), strict=True)]
+        rewards = [1.0 if u < easy[g % rows] else 0.0 for g, u in zip(groups, uniforms(keys, 2), strict=True)]
         return lengths, rewards
 
     def length(self, group: int, key: int) -> int:

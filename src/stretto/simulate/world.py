@@ -9,14 +9,14 @@ from math import exp, nan
 import numpy as np
 
 from stretto.buffer import Ledger
-from stretto.columns import NOT_ENDED, STATES, unknown_arrays
+from stretto.columns import NO_IDS, NOT_ENDED, STATES, unknown_arrays
 from stretto.config import ScheduleConfig
 from stretto.controller import Controller
 from stretto.engine.responses import Span, mixed, uniform
 from stretto.engine.simulated import SimulatedEngine
 from stretto.fleet.simulated import SimulatedFleet
 from stretto.history.lengths import Ended, LengthHistory
-from stretto.records import Event, Request, Rollout, SamplingParams, Scored, UpdateBatch, Updated
+from stretto.records import Event, IntArray, Request, Rollout, SamplingParams, Scored, UpdateBatch, Updated
 from stretto.runtime import SimulatedRuntime
 from stretto.schedule import ledger_options, make_schedule
 from stretto.simulate.cost import Costs
@@ -67,8 +67,18 @@ class Update:
     counters: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Batch(UpdateBatch):
+    """Without records: a simulation asks the ledger's columns."""
+
+    rows: IntArray = field(default_factory=lambda: NO_IDS)
+
+
 class _Ledger(Ledger):
     """Its records say of a response what a simulation looks at; nobody knows its tokens."""
+
+    def _batch(self, ids: Sequence[int], final: bool) -> _Batch:
+        return _Batch(self.version, [], final, np.asarray(ids, np.int64) - self.first_id)
 
     def rollouts(self, ids: Sequence[int]) -> list[Rollout]:
         if not ids:
@@ -261,13 +271,13 @@ class SimulatedWorld:
     # ---- observer -------------------------------------------------------------------------------------
 
     def _tokens(self, batch: UpdateBatch) -> int:
-        rows = np.array([r.request_id for r in batch.rollouts], np.int64) - self.ledger.first_id
-        return int(self.ledger.columns.length[rows].sum())
+        assert isinstance(batch, _Batch)
+        return int(self.ledger.columns.length[batch.rows].sum())
 
     def harvested(self, batch: UpdateBatch) -> None:
         """Enter a batch, or a part of one, into the figures of its update."""
-        columns, update = self.ledger.columns, self._update
-        rows = np.array([r.request_id for r in batch.rollouts], np.int64) - self.ledger.first_id
+        assert isinstance(batch, _Batch)
+        columns, update, rows = self.ledger.columns, self._update, batch.rows
         staleness = batch.version - columns.first_version[rows]
         update.responses += len(rows)
         update.tokens += int(columns.length[rows].sum())
@@ -280,9 +290,11 @@ class SimulatedWorld:
     def updated(self, event: Updated) -> None:
         self.updates.append(self._update)
         self._update = Update()
-        finished = self.ledger.take_finished()
         if self._predicts:
+            finished = self.ledger.take_finished()
             self.lengths.observe_lengths([self._ended(r) for r in finished if r.finish_reason])
+        else:
+            self.ledger.forget_finished()
 
     def _ended(self, rollout: Rollout) -> Ended:
         """Without tokens, only the ledger's columns know how long it was."""
