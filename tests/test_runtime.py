@@ -103,3 +103,17 @@ def test_simulated_time_leaps_and_keeps_the_order_of_posting() -> None:
     assert runtime.now() == 4.0
     assert runtime.wait() == [WorkerDown(1), WorkerDown(2)]
     assert runtime.now() == 5.0
+
+
+def test_a_call_can_tell_which_one_it_is() -> None:
+    runtime, called = SimulatedRuntime(), list[int]()
+
+    def tick() -> list[Event]:
+        called.append(runtime.called)
+        return []
+
+    late = runtime.call_at(2.0, tick)
+    early = runtime.call_at(1.0, tick)
+    assert runtime.wait(until=3.0) == [Timer()]
+    assert called == [early, late]
+    assert early != late

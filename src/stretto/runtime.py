@@ -129,6 +129,7 @@ class SimulatedRuntime:
 
     def __init__(self) -> None:
         self.time = 0.0  # what `now()` says
+        self.called = -1  # the number of the call that is being made
         self._order = itertools.count()
         self._heap: list[tuple[float, int, list[Event] | Callable[[], list[Event]]]] = []
         self._soon: list[Callable[[], None]] = []
@@ -143,9 +144,11 @@ class SimulatedRuntime:
         """These events arrive at that time, together."""
         heappush(self._heap, (max(when, self.time), next(self._order), events))
 
-    def call_at(self, when: float, tick: Callable[[], list[Event]]) -> None:
-        """Call `tick` at that time; what it returns arrives then."""
-        heappush(self._heap, (max(when, self.time), next(self._order), tick))
+    def call_at(self, when: float, tick: Callable[[], list[Event]]) -> int:
+        """Call `tick` at that time; what it returns arrives then. Returns the call's number (see `called`)."""
+        number = next(self._order)
+        heappush(self._heap, (max(when, self.time), number, tick))
+        return number
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call it before time goes on: once for all that is said to an engine at one moment."""
@@ -166,6 +169,6 @@ class SimulatedRuntime:
                 return [Timer()]
             self.time = now = heap[0][0]
             while heap and heap[0][0] == now:
-                item = heappop(heap)[2]
+                _, self.called, item = heappop(heap)
                 events += item if type(item) is list else item()  # type: ignore[operator]
         return events

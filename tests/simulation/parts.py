@@ -90,7 +90,8 @@ class Engine(SimulatedEngine):
 
     def holds(self, request_id: int, attempt: int) -> bool:
         """Whether it runs or queues this attempt."""
-        return (request_id, attempt) in self._running or (request_id, attempt) in self._queue
+        held = [response.request for response in (*self._running.values(), *self._queue)]
+        return (request_id, attempt) in ((request.id, request.attempt) for request in held)
 
     def check_slots(self) -> None:
         running = [response.slot for response in self._running.values()]

@@ -1,44 +1,27 @@
 """The responses in a simulated engine's slots, and how time passes for them.
 
-All of them advance one step at a time together, so what happens next is the smallest of their last steps, of which an
-array has one for each slot. A step takes `base + per_token * V + per_context * C` seconds with V tokens computed and C
+All of them advance one step at a time together, so what happens next is the smallest of their last steps, which a list
+holds in order. A step takes `base + per_token * V + per_context * C` seconds with V tokens computed and C
 entries of K/V read; C grows by the same amount each step, so the time of n steps is a quadratic in n and nothing is
 done in between.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from math import ceil, sqrt
-
-import numpy as np
+from types import MappingProxyType
 
 from stretto.engine.responses import NOT_ENDED, Response, Span, kept_prefix
-from stretto.records import Event, Finished, FinishReason, Leapt, Request, Scored, Stopped
+from stretto.records import Event, Finished, FinishReason, Request, Scored, Stopped
 
-COUNTERS = (
-    "steps",
-    "decode_tokens",
-    "decode_steps",
-    "drafted_tokens",
-    "prefill_tokens",
-    "recomputed_tokens",
-    "reverified_tokens",
-    "reverified_kept",
-    "preemptions",
-    "busy_slot_seconds",
-    "step_seconds",
-    "sync_seconds",
-    "available_slot_seconds",
-    "up_seconds",
-)
-NEVER = (1 << 63) - 1
-ORDER_BITS = 20
-ORDERS = (1 << ORDER_BITS) - 1
-"""Entries are numbered up to here, and then from 0 again: only for the order of those that end with the same step."""
+ORDER_BITS = 40
+"""Of the number by which a response is known: above them its last step, in them how many had entered before it."""
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+NO_PARTS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +37,42 @@ class StepCost:
     per_prefill: float = 0.0
 
 
+@dataclass(slots=True)
+class Counters:
+    """What `metrics` tells: counts, tokens, and seconds."""
+
+    steps: int = 0
+    decode_tokens: float = 0.0
+    decode_steps: int = 0  # steps times the responses in them
+    drafted_tokens: float = 0.0
+    prefill_tokens: float = 0.0
+    recomputed_tokens: float = 0.0
+    reverified_tokens: float = 0.0
+    reverified_kept: int = 0
+    preemptions: int = 0
+    busy_slot_seconds: float = 0.0
+    step_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    available_slot_seconds: float = 0.0
+    up_seconds: float = 0.0
+
+
+COUNTERS = tuple(counter.name for counter in fields(Counters))
+
+
 class Decoding:
     """What an engine is made of, without commands and clock (`SimulatedEngine` says what the arguments mean).
 
     `_boundary` is when the last step made ends; nothing here looks at what time it is.
     """
+
+    # A large cluster's engines are looked at in turn, each time from main memory: so they are kept small.
+    __slots__ = (
+        "_begun", "_boundary", "_context", "_counters", "_drafted", "_ends", "_entries", "_events", "_extra", "_first",
+        "_free", "_groups", "_growth", "_queue", "_rate", "_reports", "_running", "_step", "_step_end", "_stepping",
+        "_target", "agreement", "cost", "kv_tokens", "length", "nodes", "score", "slots", "spans", "speed", "version",
+        "worker",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -84,22 +98,18 @@ class Decoding:
         self.agreement = agreement
         self.score = score
         self.spans = spans
-        self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self._counters = Counters()
         self._boundary = 0.0  # perhaps a little in the future
         self._step_end = 0.0  # likewise, without the waiting for weights or the trainer after it
         self._stepping = 0  # responses in that step
         self._clear()
 
     def _clear(self) -> None:
-        # Both by (id, attempt): of a worker that was thought dead an old attempt may still be here.
-        self._queue: OrderedDict[tuple[int, int], Response] = OrderedDict()
-        self._running: dict[tuple[int, int], Response] = {}  # in order of entering
+        self._queue: deque[Response] = deque()
+        self._running: dict[int, Response] = {}  # by `end`, in order of entering
         self._groups: dict[int, int] = {}  # group -> members running: its prompt is held once
         self._begun: set[int] = set()  # groups whose prompt the next step computes, by their first member
-        self._ends = np.full(self.slots, NEVER, np.int64)  # slot -> last step, then order of entering
-        self._end: memoryview[int] = memoryview(self._ends)  # type: ignore[arg-type]  # the same, for one value at a time
-        self._soonest = 0  # the slot whose last step comes first
-        self._in_slot: list[Response | None] = [None] * self.slots
+        self._ends: list[int] = []  # `end` of what runs, ascending
         self._free = list(range(self.slots - 1, -1, -1))
         self._step = self._target = self._entries = 0
         self._context = 0.0  # K/V entries held
@@ -107,7 +117,7 @@ class Decoding:
         # Seconds of the next step without prefill, and by how much each later one takes longer.
         self._first = self._growth = 0.0
         self._extra = 0.0  # seconds that the next step takes longer: prefill
-        self._reports: list[Leapt] = []
+        self._reports: list[tuple[int, int, int]] = []  # id, attempt, new tokens of the version at hand
         self._events: list[Event] = []
 
     # ---- steps --------------------------------------------------------------------------------------
@@ -115,7 +125,7 @@ class Decoding:
     def _aim(self) -> float:
         """Plan to go on until a response ends, or memory is full; returns when that will be. Something must run."""
         cost, running = self.cost, len(self._running)
-        steps = max(1, (self._end[self._soonest] >> ORDER_BITS) - self._step)
+        steps = max(1, (self._ends[0] >> ORDER_BITS) - self._step)
         if self.kv_tokens is not None and running > 1:
             room = int((self.kv_tokens - self._context) / self._rate)
             if room < steps:
@@ -139,9 +149,10 @@ class Decoding:
         if steps <= 0:
             return
         seconds = self._extra + steps * (self._first + 0.5 * self._growth * (steps - 1))
-        self._begun.clear()
         running = len(self._running)
         emitted = steps * self._rate
+        if self._begun:
+            self._begun.clear()
         self._extra = 0.0
         self._first += steps * self._growth
         self._step += steps
@@ -149,40 +160,42 @@ class Decoding:
         self._boundary += seconds
         self._step_end, self._stepping = self._boundary, running
         counters = self._counters
-        counters["steps"] += steps
-        counters["decode_steps"] += steps * running
-        counters["decode_tokens"] += emitted
-        counters["drafted_tokens"] += steps * self._drafted
-        counters["step_seconds"] += seconds
-        counters["busy_slot_seconds"] += seconds * running
+        counters.steps += steps
+        counters.decode_steps += steps * running
+        counters.decode_tokens += emitted
+        counters.drafted_tokens += steps * self._drafted
+        counters.step_seconds += seconds
+        counters.busy_slot_seconds += seconds * running
 
     # ---- responses ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         queue, free, kv_tokens = self._queue, self._free, self.kv_tokens
         while queue and free:
-            name, response = queue.popitem(last=False)
-            request = response.request
-            prompt = 0 if request.group in self._groups else len(request.prompt_ids)
+            response = queue.popleft()
+            request, group = response.request, response.request.group
+            siblings = self._groups.get(group, 0)
+            prompt = 0 if siblings else len(request.prompt_ids)
             if kv_tokens is not None and self._running:
                 needed = self._context + self._rate + prompt + response.held + 1
                 if needed > 0.99 * kv_tokens:
-                    queue[name] = response
-                    queue.move_to_end(name, last=False)
+                    queue.appendleft(response)
                     return
             if prompt:
-                self._begun.add(request.group)
+                self._begun.add(group)
             else:
-                response.late = request.group in self._begun
+                response.late = group in self._begun
             before = self._extra
             if prompt or response.held:
-                self._prefill(prompt + response.held, "prefill_tokens")
+                self._counters.prefill_tokens += prompt + response.held
+                self._prefill(prompt + response.held)
             if not response.limit:
                 self._decide(response)
             if response.held < response.limit:
                 response.held += 1  # the first step's
             response.extra = self._extra - before
-            self._enter(name, response, prompt)
+            self._groups[group] = siblings + 1
+            self._enter(response, prompt)
 
     def _decide(self, response: Response) -> None:
         """How long it will be, and how much of its old tokens is sampled again."""
@@ -194,43 +207,38 @@ class Decoding:
             response.speed = self.speed(request)
         if self.nodes is not None:
             response.nodes = self.nodes(request)
-        old = len(request.draft_ids) - response.held
-        if old > 0 and self.agreement > 0.0:
-            self._prefill(old, "reverified_tokens")
+        if self.agreement > 0.0 and (old := len(request.draft_ids) - response.held) > 0:
+            self._counters.reverified_tokens += old
+            self._prefill(old)
             most = max(0, min(old, response.limit - response.held - 1))
             kept = kept_prefix(self.agreement, request.key, self.version, most)
             response.held += kept
-            self._counters["reverified_kept"] += kept
+            self._counters.reverified_kept += kept
         chunk = request.max_new
         if chunk is not None and response.reported + chunk < response.limit:
             response.limit, response.reason = response.reported + chunk, NOT_ENDED
             response.held = min(response.held, response.limit - 1)
 
-    def _enter(self, name: tuple[int, int], response: Response, prompt: int) -> None:
-        group, speed, held = response.request.group, response.speed, response.held
+    def _enter(self, response: Response, prompt: int) -> None:
+        speed, held = response.speed, response.held
         response.entered = entered = self._step + response.late
-        response.slot = slot = self._free.pop()
+        response.slot = self._free.pop()
         response.since = self._boundary
-        self._running[name] = response
-        self._groups[group] = self._groups.get(group, 0) + 1
         self._context += prompt + held - response.late * speed
         self._rate += speed
         self._drafted += response.nodes
         left = response.limit - held
         last = entered + 1 + (left if speed == 1.0 else ceil(left / speed - 1e-9))
-        self._entries = entries = (self._entries + 1) & ORDERS
-        self._end[slot] = end = last << ORDER_BITS | entries
-        if end < self._end[self._soonest]:
-            self._soonest = slot
-        self._in_slot[slot] = response
+        self._entries = entries = self._entries + 1
+        response.end = end = last << ORDER_BITS | entries
+        self._running[end] = response
+        insort(self._ends, end)
 
     def _leave(self, response: Response, why: str) -> None:
         request = response.request
-        del self._running[request.id, request.attempt]
+        del self._running[response.end]
+        self._ends.remove(response.end)
         self._free.append(response.slot)
-        self._end[response.slot] = NEVER
-        if response.slot == self._soonest:
-            self._soonest = int(self._ends.argmin())
         left = self._groups.pop(request.group) - 1
         if left:
             self._groups[request.group] = left
@@ -250,20 +258,19 @@ class Decoding:
             )
 
     def _release_due(self) -> None:
-        due = (self._step + 1) << ORDER_BITS
-        while self._end[self._soonest] < due:
-            response = self._in_slot[self._soonest]
-            assert response is not None
+        due, ends = (self._step + 1) << ORDER_BITS, self._ends
+        while ends and ends[0] < due:
+            response = self._running[ends[0]]
             request, reason, new = response.request, response.reason, response.limit - response.reported
             request_id, attempt = request.id, request.attempt
             if new > 0:
-                self._reports.append(Leapt(self.worker, request_id, attempt, new, self.version))
+                self._reports.append((request_id, attempt, new))
                 response.reported = response.limit
             self._leave(response, reason or "stopped")
             if reason:
                 self._events.append(Finished(self.worker, request_id, attempt, reason))
                 if self.score is not None:
-                    self._events.append(Scored(request_id, attempt, self.score(request)))
+                    self._events.append(Scored(request_id, attempt, self.score(request), "ok", NO_PARTS))
             else:
                 self._events.append(Stopped(self.worker, request_id, attempt))
 
@@ -273,21 +280,21 @@ class Decoding:
         while len(self._running) > 1 and self._context + self._rate > self.kv_tokens:
             response = next(reversed(self._running.values()))
             tokens = response.tokens(self._step)
-            self._report(response)
+            self._report([response])
             self._leave(response, "preempted")
             response.held = tokens
-            name = response.request.id, response.request.attempt
-            self._queue[name] = response
-            self._queue.move_to_end(name, last=False)
-            self._counters["preemptions"] += 1
+            self._queue.appendleft(response)
+            self._counters.preemptions += 1
 
-    def _prefill(self, tokens: float, kind: str) -> None:
-        self._counters[kind] += tokens
+    def _prefill(self, tokens: float) -> None:
         self._extra += self.cost.per_prefill * tokens
 
-    def _report(self, response: Response) -> None:
-        tokens = response.tokens(self._step)
-        if tokens > response.reported:
-            request, new = response.request, tokens - response.reported
-            self._reports.append(Leapt(self.worker, request.id, request.attempt, new, self.version))
-            response.reported = tokens
+    def _report(self, responses: Iterable[Response]) -> None:
+        """Note the tokens that are not told yet."""
+        step, reports = self._step, self._reports
+        for response in responses:
+            tokens = response.tokens(step)
+            if tokens > response.reported:
+                request = response.request
+                reports.append((request.id, request.attempt, tokens - response.reported))
+                response.reported = tokens

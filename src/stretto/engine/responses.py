@@ -42,6 +42,7 @@ class Response:
     nodes: float = 0.0  # verified per step besides
     entered: int = 0  # the engine's number of steps when it entered
     slot: int = 0
+    end: int = 0  # its last step there, and how many had entered before it: see `ORDER_BITS`
     since: float = 0.0  # when it entered
     late: bool = False  # it entered together with who computes its prompt, and waits for that one step
     extra: float = 0.0  # seconds that its entry adds to its first step

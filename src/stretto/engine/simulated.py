@@ -11,10 +11,10 @@ from math import inf
 
 import numpy as np
 
-from stretto.engine.decoding import COUNTERS, Decoding
+from stretto.engine.decoding import COUNTERS, Counters, Decoding
 from stretto.engine.decoding import StepCost as StepCost
 from stretto.engine.responses import Response, Span
-from stretto.records import Event, Loaded, Progress, Request, Running, Stopped, WorkerDown, WorkerUp
+from stretto.records import Event, Leapt, Loaded, Progress, Request, Running, Stopped, WorkerDown, WorkerUp
 from stretto.runtime import SimulatedRuntime
 from stretto.weights import WeightsRef
 
@@ -70,7 +70,7 @@ class SimulatedEngine(Decoding):
         # (from, until), disjoint, in which they were not, not all of it counted yet.
         self._absent: list[tuple[float, float]] = []
         self._loads: list[tuple[float, float]] = []  # likewise, in which it took new weights
-        self._plan = 0  # number of the newest plan; ticks of older ones do nothing
+        self._plan = -1  # number of the newest plan's tick; those of older ones do nothing
         self._changed = False  # since then
 
     @property
@@ -89,21 +89,24 @@ class SimulatedEngine(Decoding):
         self._settle()
         for request in requests:
             tokens = len(request.token_ids)
-            self._queue[request.id, request.attempt] = Response(request, tokens, tokens)
+            self._queue.append(Response(request, tokens, tokens))
         self._go_on()
 
     def stop(self, ids: Sequence[int], attempts: Sequence[int]) -> None:
         if not self.alive:
             return
         self._settle()
+        # With the attempt: of a worker that was thought dead an old one may still be here.
+        here = {(r.request.id, r.request.attempt): r for r in (*self._running.values(), *self._queue)}
         for request_id, attempt in zip(ids, attempts, strict=True):
-            name = int(request_id), int(attempt)
-            response = self._running.get(name)
-            if response is not None:
-                self._report(response)
-                self._leave(response, "stopped")
-            elif self._queue.pop(name, None) is None:
+            response = here.pop((int(request_id), int(attempt)), None)
+            if response is None:
                 continue
+            if response.end in self._running:
+                self._report([response])
+                self._leave(response, "stopped")
+            else:
+                self._queue.remove(response)
             self._events.append(Stopped(self.worker, request_id, attempt))
         self._go_on()
 
@@ -111,14 +114,15 @@ class SimulatedEngine(Decoding):
         if not self.alive:
             return
         self._settle()
-        for response in list(self._running.values()):
-            self._report(response)  # under the version that sampled them
-            if running == "stop":
+        self._report(self._running.values())  # under the version that sampled them
+        if running == "stop":
+            for response in list(self._running.values()):
                 self._leave(response, "stopped")
                 self._events.append(Stopped(self.worker, response.request.id, response.request.attempt))
         self._flush()
         if running == "recompute":
-            self._prefill(self._context, "recomputed_tokens")
+            self._counters.recomputed_tokens += self._context
+            self._prefill(self._context)
         self.version = ref.version
         self._loads.append((self._boundary, self._boundary + self.load_seconds))
         self._boundary += self.load_seconds
@@ -139,8 +143,7 @@ class SimulatedEngine(Decoding):
         """Tell how many tokens every running response has."""
         if self._running:
             self._settle()
-            for response in self._running.values():
-                self._report(response)
+            self._report(self._running.values())
             self._go_on()
 
     def start(self) -> None:
@@ -170,13 +173,13 @@ class SimulatedEngine(Decoding):
         if not self.alive:
             return
         self._settle()
+        self._report(self._running.values())
         for response in list(self._running.values()):
-            self._report(response)
             self._leave(response, "down")
         self._events.append(WorkerDown(self.worker))
         self._flush()
         self.absent()
-        self._plan += 1
+        self._plan = -1
         self._clear()
 
     def absent(self) -> None:
@@ -199,11 +202,12 @@ class SimulatedEngine(Decoding):
         self._count()
         now = self.runtime.time
         early = max(0.0, self._step_end - now)  # of the step in hand, what is still to come
-        counters, self._counters = self._counters, dict.fromkeys(COUNTERS, 0.0)
-        for name, seconds in (("step_seconds", early), ("busy_slot_seconds", early * self._stepping)):
-            counters[name] -= seconds
-            self._counters[name] = seconds
-        return counters
+        counters, self._counters = self._counters, Counters()
+        counters.step_seconds -= early
+        counters.busy_slot_seconds -= early * self._stepping
+        self._counters.step_seconds = early
+        self._counters.busy_slot_seconds = early * self._stepping
+        return {name: getattr(counters, name) for name in COUNTERS}
 
     def _count(self) -> None:
         """The seconds since the last count, but for those in which the slots were not there."""
@@ -213,12 +217,12 @@ class SimulatedEngine(Decoding):
             return sum(max(0.0, min(b, now) - max(a, since)) for a, b in times)
 
         passed = now - since - elapsed(self._absent)
-        self._counters["sync_seconds"] += elapsed(self._loads)
+        self._counters.sync_seconds += elapsed(self._loads)
         self._counted = now
         self._absent = [(a, b) for a, b in self._absent if b > now]
         self._loads = [(a, b) for a, b in self._loads if b > now]
-        self._counters["up_seconds"] += passed
-        self._counters["available_slot_seconds"] += passed * self.slots
+        self._counters.up_seconds += passed
+        self._counters.available_slot_seconds += passed * self.slots
 
     # ---- time ---------------------------------------------------------------------------------------
 
@@ -247,14 +251,13 @@ class SimulatedEngine(Decoding):
             self._preempt()
         if self._queue and self._free:
             self._admit()
-        self._plan = plan = self._plan + 1
-        if self._running:
-            self.runtime.call_at(self._aim(), partial(self._tick, plan))
-        self._flush()
+        self._plan = self.runtime.call_at(self._aim(), self._tick) if self._running else -1
+        if self._events or self._reports:
+            self._flush()
 
-    def _tick(self, plan: int) -> list[Event]:
+    def _tick(self) -> list[Event]:
         """The planned end has come."""
-        if plan != self._plan:
+        if self.runtime.called != self._plan:
             return []
         self._advance(self._target - self._step)
         self._boundary = self._step_end = self.runtime.time  # but for rounding
@@ -268,10 +271,12 @@ class SimulatedEngine(Decoding):
         """Everything that is to be said, tokens first."""
         reports, events = self._reports, self._events
         self._reports, self._events = [], []
+        worker, version = self.worker, self.version
         if len(reports) <= FEW:
-            return [*reports, *events]
-        rows = np.array([(leapt.id, leapt.attempt, leapt.count) for leapt in reports], np.int64)
-        return [Progress(self.worker, rows[:, 0], rows[:, 1], rows[:, 2], self.version), *events]
+            told: list[Event] = [Leapt(worker, i, attempt, count, version) for i, attempt, count in reports]
+            return told + events
+        ids, attempts, counts = np.array(reports, np.int64).T
+        return [Progress(worker, ids, attempts, counts, version), *events]
 
     def _flush(self) -> None:
         """Send it, to arrive when the step in hand ends."""
