@@ -48,7 +48,8 @@ class Async:
     def __init__(self, config: ScheduleConfig, lengths: LengthHistory) -> None:
         self.config = config
         self.order = LongestFirst(lengths) if config.longest_first else None
-        self.size = config.prompts * (config.samples if config.unit == "response" else 1)  # of an update
+        self.responses = config.unit == "response"
+        self.size = config.prompts * (config.samples if self.responses else 1)  # of an update
         self.free = FreeSlots()
         self.zero_variance = ZeroVariance(config)
         self._asked = (-1, 0)  # a group that the gate waits for, and its unfinished members then
@@ -92,14 +93,14 @@ class Async:
 
     def _batch(self, view: LedgerView, dropped: Sequence[int]) -> tuple[list[int], Gate]:
         """An update batch that the gate lets pass, if there is one, and what the gate does to the rest."""
-        responses, size, tokens = view.unit == "response", self.size, self.config.tokens_per_update
-        ready = len(view.scored) if responses else len(view.ready_groups) - len(dropped)
+        size, tokens = self.size, self.config.tokens_per_update
+        ready = len(view.scored) if self.responses else len(view.ready_groups) - len(dropped)
         if ready < (1 if tokens else size):
             return [], NOTHING
         group, unfinished = self._asked
         if group in view.alive_groups and view.unfinished(group) == unfinished:
             return [], NOTHING  # it still waits
-        if responses:
+        if self.responses:
             found = next_responses(view, view.oldest_first(list(view.scored)), size, tokens)
         else:
             groups = [group for group in oldest_groups(view) if group not in dropped]
@@ -134,7 +135,7 @@ class Async:
         """Whether rewards or the learner come so late that without pacing ever more responses would pile up."""
         config, in_flight = self.config, self.free.in_flight(view)
         unanswered = view.alive - len(view.scored) - len(view.waiting) - in_flight
-        ready = len(view.scored) if config.unit == "response" else len(view.ready_groups)
+        ready = len(view.scored) if self.responses else len(view.ready_groups)
         batches = 2 if view.updating else 3  # what has just been taken is still among them
         late = updating and ready >= batches * self.size
         return late or unanswered >= config.prompts * config.samples

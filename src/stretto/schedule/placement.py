@@ -179,10 +179,10 @@ class FreeSlots:
         return self._free(view, free, True) if newest else free
 
     def _free(self, view: LedgerView, workers: Iterable[int], newest: bool) -> dict[int, int]:
-        slots, loaded, version = view.slots, view.loaded, view.version
+        slots = view.slots
         free: dict[int, int] = {}
         for worker in workers:
-            if worker in slots and not (newest and loaded[worker] != version):
+            if worker in slots and not (newest and view.loaded[worker] != view.version):
                 room = slots[worker] - view.num_running(worker)
                 if room > 0:
                     free[worker] = room
