@@ -118,7 +118,8 @@ class Controller:
         while not (over or (self.interrupted and not ledger.updating)):
             events = wait(self.wake)
             ended = ledger.apply(events)
-            self._send_stops()
+            if ledger.stops:
+                self._send_stops()
             submit(ended)
             for event in events:
                 if type(event) in OBSERVED:

@@ -102,7 +102,7 @@ class Requests:
         self._records: dict[int, Rollout] = {}
         self._ended_below = 0  # all rows before this one have ended
         self._to_log: dict[int, None] = {}  # scored or discarded since the last `take_finished`
-        self._stops: Stops = {}
+        self.stops: Stops = {}  # not told yet: see `take_stops`
 
     def slot_seconds(self) -> float:
         """The slots of workers that were up, times seconds of `now`, until now."""
@@ -167,7 +167,7 @@ class Requests:
         self._wait(request_id, PENDING)
 
     def _tell_to_stop(self, row: int) -> None:
-        ids, attempts = self._stops.setdefault(self.columns.cells.worker[row], ([], []))
+        ids, attempts = self.stops.setdefault(self.columns.cells.worker[row], ([], []))
         ids.append(row + self.first_id)
         attempts.append(self.columns.cells.attempt[row])
 
@@ -195,9 +195,7 @@ class Requests:
 
     def take_stops(self) -> Stops:
         """What workers are to let go of since the last call: requests that were refreshed or discarded."""
-        stops = self._stops
-        if stops:
-            self._stops = {}
+        stops, self.stops = self.stops, {}
         return stops
 
     def _alive_rows(self) -> IntArray:

@@ -195,7 +195,19 @@ class Decoding:
                 response.held += 1  # the first step's
             response.extra = self._extra - before
             self._groups[group] = siblings + 1
-            self._enter(response, prompt)
+            speed, held = response.speed, response.held
+            response.entered = entered = self._step + response.late
+            response.slot = free.pop()
+            response.since = self._boundary
+            self._context += prompt + held - response.late * speed
+            self._rate += speed
+            self._drafted += response.nodes
+            left = response.limit - held
+            last = entered + 1 + (left if speed == 1.0 else ceil(left / speed - 1e-9))
+            self._entries = entries = self._entries + 1
+            response.end = end = last << ORDER_BITS | entries
+            self._running[end] = response
+            insort(self._ends, end)
 
     def _decide(self, response: Response) -> None:
         """How long it will be, and how much of its old tokens is sampled again."""
@@ -218,21 +230,6 @@ class Decoding:
         if chunk is not None and response.reported + chunk < response.limit:
             response.limit, response.reason = response.reported + chunk, NOT_ENDED
             response.held = min(response.held, response.limit - 1)
-
-    def _enter(self, response: Response, prompt: int) -> None:
-        speed, held = response.speed, response.held
-        response.entered = entered = self._step + response.late
-        response.slot = self._free.pop()
-        response.since = self._boundary
-        self._context += prompt + held - response.late * speed
-        self._rate += speed
-        self._drafted += response.nodes
-        left = response.limit - held
-        last = entered + 1 + (left if speed == 1.0 else ceil(left / speed - 1e-9))
-        self._entries = entries = self._entries + 1
-        response.end = end = last << ORDER_BITS | entries
-        self._running[end] = response
-        insort(self._ends, end)
 
     def _leave(self, response: Response, why: str) -> None:
         request = response.request
