@@ -191,6 +191,8 @@ class RayChannel:
                     return None
                 call, self._call = self._call, self._say.remote(LONGEST)
                 self._replies += ray.get(call)
+                if not self.pid:  # who has answered is there: who is killed from now on, is so by this number
+                    self.pid, self._node, self._address = ray.get(self._where)
         except RayError as error:
             self._ended = True
             raise ProcessLost(how_it_ended(error)) from error
