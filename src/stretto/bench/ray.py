@@ -1,8 +1,9 @@
 """Ray workers measured with the learner idle: throughput against other fleets, and who waits under which schedule.
 
 Throughput: every fleet answers the same prompts under the same keys, update after update, in pairs whose order changes;
-engines have one thread each, wherever they are. Idle slots: lengths are drawn with a long tail, each prompt having its
-own, and the weights stay; the ratio is over windows of two steps, busy and available slot seconds summed.
+engines have one thread each, wherever they are, and `--slots` slots: where all of an update's responses begin at once,
+the longest one is its time, however many workers there are. Idle slots: lengths are drawn with a long tail, each prompt
+having its own, and the weights stay; the ratio is over windows of two steps, busy and available slot seconds summed.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ SIDES = {
     "processes-2": {"fleet.kind": "processes", "fleet.workers": 2},
     "in_process": {},
 }
+PARTS = ("throughput", "idle")
 OTHERS = ("ray-1", "processes-2", "in_process")
 """What two Ray workers are compared with."""
 SPREAD, NOISE = 0.9, 0.3
@@ -191,15 +193,13 @@ class Bench:
             "demo", [*self.words, *threads, *(f"--{key}={value}" for key, value in keys.items())]
         )
 
-    def throughput(self, pairs: int, scratch: Path) -> dict[str, Any]:
+    def throughput(self, pairs: int, slots: int, scratch: Path) -> dict[str, Any]:
         """Two Ray workers against each of `OTHERS`: how often as many tokens per second."""
-        found: dict[str, Any] = {}
-        for other in OTHERS:
-            found[other] = asdict(self._pair(other, pairs, scratch / other))
-        return found
+        return {other: asdict(self._pair(other, pairs, slots, scratch / other)) for other in OTHERS}
 
-    def _pair(self, other: str, pairs: int, scratch: Path) -> Ratio:
-        loops = [Loop(self.of(**SIDES[side]), self.prompts) for side in ("ray-2", other)]
+    def _pair(self, other: str, pairs: int, slots: int, scratch: Path) -> Ratio:
+        keys = {"engine.max_num_seqs": slots}
+        loops = [Loop(self.of(**SIDES[side], **keys), self.prompts) for side in ("ray-2", other)]
         with (
             fleet_for(loops[0].config, self.length, loops[0], scratch / "a") as first,
             fleet_for(loops[1].config, self.length, loops[1], scratch / "b") as second,
@@ -237,6 +237,8 @@ def main(argv: Sequence[str] = ()) -> int:
     """Prints a table, or with --json one object."""
     parser = argparse.ArgumentParser(prog="stretto bench ray", description=__doc__)
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
+    parser.add_argument("--slots", type=int, default=16, help="of a worker whose throughput is measured")
     parser.add_argument("--prompts", type=int, default=16, help="rows, which the steps go round")
     parser.add_argument("--steps", type=int, default=12, help="of a run whose idle slots are measured")
     parser.add_argument("--repeats", type=int, default=5, help="of these runs")
@@ -250,18 +252,22 @@ def main(argv: Sequence[str] = ()) -> int:
     began = time.monotonic()
     most = bench.of(**{**SIDES["ray-2"], "fleet.workers": 3})  # of a pair
     with ray_for(most, available_cores()), tempfile.TemporaryDirectory() as folder:
-        throughput = bench.throughput(options.pairs, Path(folder))
-        idle = bench.idle(options.steps, options.repeats, options.median, Path(folder) / "idle")
+        found: dict[str, Any] = {}
+        if "throughput" in options.parts:
+            found["throughput"] = bench.throughput(options.pairs, options.slots, Path(folder))
+        if "idle" in options.parts:
+            found["idle"] = bench.idle(options.steps, options.repeats, options.median, Path(folder) / "idle")
     machine = (
         f"{platform.machine()}, Ray {metadata.version('ray')}, torch {torch.__version__}, others {others:.0%}"
     )
     if options.json:
-        print(json.dumps({"machine": machine, "throughput": throughput, "idle": idle}))
+        print(json.dumps({"machine": machine, **found}))
         return 0
     print(f"{machine}; {time.monotonic() - began:.0f} s")
-    for other, ratio in throughput.items():
+    for other, ratio in found.get("throughput", {}).items():
         print(f"2 Ray workers against {other}: {Ratio(**ratio)} the tokens per second")
-    for kind in ("synchronous", "histopipe"):
-        print(f"{kind}: two-step slot idle ratio {np.median(idle[kind]):.3f} of {options.repeats} runs")
-    print(f"synchronous' over histopipe's: {Ratio(**idle['ratio'])}")
+    if idle := found.get("idle"):
+        for kind in ("synchronous", "histopipe"):
+            print(f"{kind}: two-step slot idle ratio {np.median(idle[kind]):.3f} of {options.repeats} runs")
+        print(f"synchronous' over histopipe's: {Ratio(**idle['ratio'])}")
     return 0
