@@ -193,7 +193,7 @@ class TestProposals:
         for _ in range(6):
             propose(it, [0], [0])
         other.load_state_dict(json.loads(json.dumps(it.state_dict())))
-        assert other.state_dict()["pauses"] == it.state_dict()["pauses"] == {"fruitless": 6, "fruitful": 0.0}
+        assert other.state_dict()["pauses"] == it.state_dict()["pauses"] == {"fruitless": 6, "credit": 12}
         old = it.state_dict()
         del old["pauses"]  # as checkpoints of before
         other = drafter(sources=["history"], pause=8)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from stretto.draft.pauses import HARDLY, LATELY, Pauses
+from stretto.draft.pauses import CREDIT, EARNED, RENEWED, Pauses
 
 
 def asked(pauses: Pauses, steps: int, nodes: int = 0) -> list[int]:
@@ -37,24 +37,37 @@ def test_what_is_needed_is_asked() -> None:
     assert not pauses.paused
 
 
-def test_begins_end_a_pause_where_nodes_are_found_at_times() -> None:
+def begins_at_every_step(pauses: Pauses, steps: int) -> list[int]:
+    found = []
+    for step in range(1, steps + 1):
+        pauses.begin()
+        if pauses.ask(needed=False):
+            found.append(step)
+            pauses.found(0)
+    return found
+
+
+def test_a_request_that_begins_ends_a_pause() -> None:
     pauses = Pauses(16)
-    asked(pauses, 8, nodes=1)
-    assert 8 * LATELY > HARDLY
     asked(pauses, 20)
     pauses.begin()
     assert asked(pauses, 8) == [1, 3, 7]
 
 
-def test_begins_at_every_step_do_not_have_every_step_asked() -> None:
+def test_begins_at_every_step_have_every_step_asked_only_for_a_while() -> None:
     pauses = Pauses(16)
-    steps = []
-    for step in range(64):
-        pauses.begin()
-        if pauses.ask(needed=False):
-            pauses.found(0)
-            steps.append(step)
-    assert steps == [0, 1, 2, 4, 8, 16, 32, 48]
+    assert begins_at_every_step(pauses, 100)[:CREDIT] == list(range(1, CREDIT + 1))
+    assert len(begins_at_every_step(pauses, 160)) == 10
+
+
+def test_new_history_and_nodes_have_begins_heard_again() -> None:
+    pauses = Pauses(16)
+    begins_at_every_step(pauses, 100)
+    pauses.renew()
+    assert len(begins_at_every_step(pauses, 16)) >= RENEWED
+    begins_at_every_step(pauses, 100)
+    pauses.found(1)
+    assert begins_at_every_step(pauses, 16)[:EARNED] == list(range(1, EARNED + 1))
 
 
 def test_state() -> None:

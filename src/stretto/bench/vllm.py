@@ -176,7 +176,9 @@ def main(argv: Sequence[str] = ()) -> int:
     try:
         import vllm
     except ImportError as error:
-        raise StrettoError("bench vllm needs vLLM: pip install 'stretto[vllm]', or make test-vllm") from error
+        raise StrettoError(
+            "bench vllm needs vLLM: pip install '.[vllm]' in a clone, or make test-vllm"
+        ) from error
     if "suffix" in options.sides and arctic() is None:
         raise StrettoError(
             f"bench vllm: vLLM's suffix decoding needs arctic-inference: {INSTALL}; or --sides plain history"

@@ -250,6 +250,7 @@ class HistoryDrafter:
             self._lengths.add(uid, visit, [response.token_ids.size - 1 for response in responses])
             uids.append(uid)
         self.index.prepare(uids)
+        self._pauses.renew()
         if self._newest >= 0 and not self._users[self._newest]:
             self._pool.close(self._newest)
             self._newest = -1

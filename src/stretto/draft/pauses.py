@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-LATELY, HARDLY = 1 / 32, 1 / 16
-"""What one step that was asked weighs among those of late, and the share of them with a node below which begins of
-requests are nothing new.
+CREDIT, EARNED, RENEWED = 16, 4, 8
+"""Steps that may be asked in vain because requests began: at most, for each step that had a node, and at least where
+there is new history.
 """
 
 
 class Pauses:
     """While no node is worth checking, the 1st, 2nd, 4th, ... such step is asked, and at least every `longest`th.
 
-    A request that begins takes this back to the 2nd: it may have another history. Not so where of late hardly any step
-    had a node: with many in flight one begins at nearly every step, and all would be asked.
+    A request that begins takes this back to the 2nd: it may have another history. Not so once that has been in vain
+    often: with many in flight one begins at nearly every step, and all would be asked.
     """
 
     def __init__(self, longest: int) -> None:
         self.paused = False  # this step is not asked
         self._longest = longest
         self._fruitless = 0  # steps in a row without a node
-        self._fruitful = 0.0  # of the steps of late that were asked, the share that had one
+        self._credit = CREDIT
 
     def begin(self) -> None:
         """A request begins."""
-        if self._fruitful >= HARDLY:
+        if self._credit:
             self._fruitless = min(self._fruitless, 2)
+
+    def renew(self) -> None:
+        """There is new history."""
+        self._credit = max(self._credit, RENEWED)
 
     def ask(self, needed: bool) -> bool:
         """Whether this step is to be asked; `needed`: in any case. If so, `found` is to be called."""
@@ -38,12 +42,14 @@ class Pauses:
 
     def found(self, nodes: int) -> None:
         """The step that was asked had so many nodes that are worth checking."""
-        self._fruitless = 0 if nodes else self._fruitless + 1
-        self._fruitful += LATELY * ((nodes > 0) - self._fruitful)
+        if nodes:
+            self._fruitless, self._credit = 0, min(self._credit + EARNED, CREDIT)
+        else:
+            self._fruitless, self._credit = self._fruitless + 1, max(self._credit - 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"fruitless": self._fruitless, "fruitful": self._fruitful}
+        return {"fruitless": self._fruitless, "credit": self._credit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """An empty one is that of the beginning."""
-        self._fruitless, self._fruitful = int(state.get("fruitless", 0)), float(state.get("fruitful", 0.0))
+        self._fruitless, self._credit = int(state.get("fruitless", 0)), int(state.get("credit", CREDIT))
