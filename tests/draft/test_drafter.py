@@ -187,6 +187,17 @@ class TestProposals:
         assert other.state_dict() == it.state_dict()
         assert columns(propose(other, [0], [0])) == columns(propose(it, [0], [0])) != untaught
 
+    def test_a_step_that_nothing_was_proposed_for_says_nothing_about_the_last_proposal(self) -> None:
+        """vLLM draws for requests that it has just prefilled; there is nothing to propose for before."""
+        it = drafter(sources=["history"])
+        it.remember([rollout([1, 2, 3])])
+        it.begin(0, request(0))
+        assert propose(it, [0], [0]).token_ids.size
+        before = it.state_dict()["calibration"]["counts"]
+        none = np.zeros(0, np.bool_)
+        it.observe(np.array([0]), no_drafts(1), Verified(none, none, np.ones(1, np.int64)), np.array([1]))
+        assert it.state_dict()["calibration"]["counts"] == before
+
     def test_how_long_nothing_was_worth_checking_is_state(self) -> None:
         it, other = (drafter(sources=["history"], pause=8) for _ in range(2))
         it.begin(0, request(0))

@@ -160,6 +160,29 @@ def test_groups_that_teach_nothing_are_measured_and_leave_no_old_weights_behind(
         made.close()
 
 
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_in_less_than_double_precision(dtype: str, near: float, tmp_path: Path) -> None:
+    config = load_config("demo", {**SETTINGS, "model.dtype": dtype})
+    one = alone(config)
+    made = ShardedLearner(load_model(config.model), config, scratch=tmp_path / "learner", post=lambda _: None)
+    try:
+        before = [parameter.detach().float().clone() for parameter in one.model.parameters()]
+        expected, found = (learner.update(random_batch(0, groups=5)).metrics for learner in (one, made))
+        for name in ("policy/loss", "policy/grad_norm", "policy/entropy"):
+            assert found[name] == pytest.approx(expected[name], rel=near, abs=near), name
+        assert found["policy/grad_norm"] > 0
+        step, apart = 0.0, 0.0
+        for old, (_, a), (_, b) in zip(
+            before, one.model.named_parameters(), made.model.named_parameters(), strict=True
+        ):
+            step += float((a.detach().float() - old).abs().sum())
+            apart += float((a.detach().float() - b.detach().float()).abs().sum())
+        # Where a gradient is nearly zero, Adam's first step is a sign that rounding decides.
+        assert apart < near * step
+    finally:
+        made.close()
+
+
 def test_a_batch_systems_sigterm_is_the_trainers_business(sharded: ShardedLearner, tmp_path: Path) -> None:
     """It goes to every process, and the trainer saves then."""
     for rank in sharded._ranks:

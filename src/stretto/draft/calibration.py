@@ -160,6 +160,7 @@ class Calibration:
         `raw` are conditional estimates before `calibrated`; `rows` index ROWS, `depth` as in `Drafts`. The table is
         brought up to date; in steps without nodes, every IDLE of them.
         """
+        assert raw.size == rows.size == depth.size == reached.size == accepted.size  # kernels check no bounds
         self._idle += 1
         if raw.size or self._idle == IDLE:
             kept, self._idle = self._decay**self._idle, 0

@@ -215,8 +215,11 @@ class HistoryDrafter:
     def observe(self, slots: IntArray, drafts: Drafts, verified: Verified, token_ids: IntArray) -> None:
         began = self._clock()
         reached, accepted = verified.reached, verified.accepted
-        self.calibration.learn(self._raw, self._rows, drafts.depth, reached, accepted)
-        if drafts.token_ids.size:
+        nodes = drafts.token_ids.size
+        # Where none of the step's requests could be proposed for, `propose` was not called and what it left is older.
+        raw, rows = (self._raw, self._rows) if nodes else (self._raw[:0], self._rows[:0])
+        self.calibration.learn(raw, rows, drafts.depth, reached, accepted)
+        if nodes:
             self._counters.add(drafts, verified)
         self.budget.learn(drafts, verified, slots)
         if self._dropped.any:

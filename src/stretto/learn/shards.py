@@ -43,6 +43,8 @@ class Shards:
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
+                # Else torch multiplies by that factor within the sum (below float64), which gloo cannot.
+                module.set_force_sum_reduction_for_comms(True)
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """All of these tensors, one after the other put together and taken to rank 0's CPU; elsewhere none is kept."""
