@@ -1,10 +1,11 @@
-"""The order of the tests: long files first, so that none is left for one process at the end."""
+"""Long test files first, so that none is left for one process at the end; and how Hypothesis runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # By time on empty caches. The first compiles the drafter's kernels, which the fourth and many later ones load.
 FIRST = (
@@ -16,6 +17,11 @@ FIRST = (
     "schedule/test_real.py",
     "simulation/test_simulation.py",
 )
+
+
+# A slow example says something about the machine and what else runs on it, not about the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -72,7 +72,7 @@ def test_async_at_staleness_0_has_the_batches_of_synchronous() -> None:
     assert keys[0] == keys[1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["synchronous", "async"]),
     prompts=st.integers(1, 6),
@@ -104,7 +104,7 @@ def test_any_schedule_ends_with_every_response_consumed_once(
     assert all(b.version == i for i, b in enumerate(world.batches))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(kind=st.sampled_from(["synchronous", "async"]), seed=st.integers(0, 10_000))
 def test_workers_that_die_cost_no_response(kind: Literal["synchronous", "async"], seed: int) -> None:
     """Two of three are taken for dead while they still report; one comes back, with old weights and old work."""

@@ -70,7 +70,7 @@ def fits(deadline: list[int], unit: list[int], without: set[int], batch: int, et
     return all(late(deadline, unit, without, k) <= k * batch for k in range(eta + 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     held=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5), st.integers(0, 5)), max_size=30),
     batch=st.integers(1, 6),
@@ -87,7 +87,7 @@ def test_what_is_left_can_be_taken_in_time_whatever_the_groups(
     assert all(deadline[i] <= eta for i in out)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     held=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=8),
     size=st.integers(1, 3),

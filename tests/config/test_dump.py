@@ -92,7 +92,7 @@ def configs(draw: st.DrawFn) -> Config:
     return load_config({}, overrides)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(config=configs())
 def test_a_written_configuration_reads_back_as_it_was(
     config: Config, tmp_path_factory: pytest.TempPathFactory

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.draft import Drafts, no_drafts
@@ -46,7 +46,6 @@ class TestGoodput:
         cost((1, 1.0), (257, 17.0), per_node=0.125),
     )
 
-    @settings(deadline=None)
     @given(
         drafts(requests=3, largest=4),
         st.sampled_from(COSTS),
@@ -93,7 +92,6 @@ class TestGoodput:
         again.choose(forest([[]]), batch(forest([[]]), 1))
         assert again.floor == 0.4
 
-    @settings(deadline=None)
     @given(
         drafts(requests=3, largest=6),
         st.sampled_from(COSTS),
@@ -158,7 +156,6 @@ def begin(rule: Budget, slots: int) -> None:
 
 
 class TestEveryRule:
-    @settings(deadline=None)
     @given(st.sampled_from(KINDS), drafts(requests=4, largest=12), st.integers(0, 4))
     def test_keeps_whole_branches_and_restores_its_state(self, kind: str, trees: Drafts, levels: int) -> None:
         rule = make_budget(kind, LINEAR)

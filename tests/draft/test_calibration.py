@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.draft import SOURCES
@@ -70,7 +70,6 @@ class TestMap:
                 values = curve(Calibration(), GRID, row, depth)
                 np.testing.assert_allclose(values, worth * GRID, rtol=0, atol=1e-15)
 
-    @settings(deadline=None)
     @given(TESTS)
     def test_rises_and_stays_within_0_and_1_whatever_was_learnt(self, tests: list[Outcome]) -> None:
         calibration = Calibration(half_life=5.0)
@@ -140,7 +139,6 @@ class TestMap:
         names = [DEPTHS[depth_bucket(depth)] for depth in (1, 2, 3, 4, 5, 8, 9, 1000)]
         assert names == ["1", "2", "3-4", "3-4", "5-8", "5-8", "9+", "9+"]
 
-    @settings(deadline=None)
     @given(TESTS, st.floats(-0.5, 0.0) | st.floats(1.0, 1.5))
     def test_what_is_outside_0_and_1_counts_as_the_nearer_end(self, tests: list[Outcome], raw: float) -> None:
         calibration = Calibration()
@@ -167,7 +165,6 @@ class TestLearning:
         assert estimated == pytest.approx(0.5 * tested)
         assert accepted == pytest.approx(0.5 * tested, rel=1e-5)
 
-    @settings(deadline=None)
     @given(TESTS, st.integers(0, 3 * IDLE), TESTS.filter(bool))
     def test_steps_without_tests_age_what_was_learnt_too(
         self, before: list[Outcome], idle: int, after: list[Outcome]
@@ -196,7 +193,6 @@ class TestLearning:
         assert values[0] < 0.01
         assert values[-1] > 0.9 * 0.9 * WORTH[0]
 
-    @settings(deadline=None)
     @given(TESTS, TESTS)
     def test_state_is_exact(self, before: list[Outcome], after: list[Outcome]) -> None:
         calibration, copy = Calibration(), Calibration()

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.draft.cost import CostModel
@@ -52,7 +52,6 @@ class TestCurve:
         tokens = [9, 1, 5, 2, 2, 8, 1, 20, 3]
         assert at(model, *tokens) == [at(model, n)[0] for n in tokens]
 
-    @settings(deadline=None)
     @given(POINTS)
     def test_more_tokens_never_cost_less(self, points: list[tuple[int, float]]) -> None:
         seconds = fitted(*points).seconds(np.arange(700))

@@ -127,7 +127,7 @@ class TestRequests:
 
 
 class TestProposals:
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=40)
     @given(st.integers(0, 30), st.integers(1, 12), st.integers(0, 5), st.integers(0, 10**6))
     def test_are_the_best_within_what_the_step_takes(
         self, most: int, nodes: int, room: int, seed: int
@@ -222,7 +222,7 @@ class TestProposals:
         )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=9), min_size=1, max_size=4),
     st.floats(0.01, 1.0),

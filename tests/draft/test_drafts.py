@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.draft import Drafts
@@ -22,7 +22,6 @@ def lineages(trees: Drafts) -> list[tuple[int, tuple[int, ...]]]:
     return found
 
 
-@settings(deadline=None)
 @given(drafts(requests=4, largest=8), st.data())
 def test_select_keeps_lineages_and_columns(trees: Drafts, data: st.DataObject) -> None:
     before = lineages(trees)

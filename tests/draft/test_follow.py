@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.draft.estimates import advance_live
@@ -19,7 +19,6 @@ def ids(tokens: list[int]) -> IntArray:
     return np.array(tokens, np.int64)
 
 
-@settings(deadline=None)
 @given(TOKENS.filter(bool), TOKENS, st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3))
 def test_equals_each_source_alone(
     history: list[int], prompt: list[int], said: list[tuple[list[int], list[int]]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.draft.isotonic import isotonic
@@ -12,7 +12,6 @@ from stretto.draft.isotonic import isotonic
 POINTS = st.lists(st.tuples(st.integers(-20, 20), st.integers(1, 5)), min_size=1, max_size=8)
 
 
-@settings(deadline=None)
 @given(POINTS)
 def test_is_non_decreasing_and_equals_the_minimax_formula(points: list[tuple[int, int]]) -> None:
     """fitted[i] = max over a <= i of min over b >= i of the weighted mean of a..b (Robertson et al. 1988)."""

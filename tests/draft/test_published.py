@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.draft import Drafts, Verified
@@ -59,7 +59,6 @@ class TestAimd:
     def test_no_draft_changes_nothing(self, variant: str) -> None:
         assert self.windows(variant, [(40, 40), (0, 0), (0, 0)]) == [2, 4, 4, 4]
 
-    @settings(deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=30))
     def test_follows_the_rule_on_any_transcript(self, steps: list[tuple[int, int]]) -> None:
         expected = [2]

@@ -142,24 +142,24 @@ def learnt(seed: int) -> Calibration:
 
 
 class TestEstimates:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(histories(), TEXT)
     def test_of_history(self, sources: Sources, own: Text) -> None:
         assert_alike(grown_tree(sources, own), full_tree(sources, own, 3, Calibration()))
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.lists(TEXT, min_size=1, max_size=4), TEXT)
     def test_of_siblings_the_request_itself_among_them(self, siblings: list[Text], own: Text) -> None:
         sources = Sources(siblings=siblings)
         assert_alike(grown_tree(sources, own), full_tree(sources, own, 3, Calibration()))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(BODY, TEXT)
     def test_of_the_prompt(self, prompt: Text, own: Text) -> None:
         sources = Sources(prompt=prompt)
         assert_alike(grown_tree(sources, own), full_tree(sources, own, 3, Calibration()))
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(EVERYTHING, TEXT, st.booleans())
     def test_the_best_of_all_sources(self, sources: Sources, own: Text, noise_aware: bool) -> None:
         calibration = learnt(0)
@@ -175,7 +175,7 @@ class TestEstimates:
 
 
 class TestTrees:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(
         EVERYTHING,
         TEXT,

@@ -47,7 +47,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_same_tokens_under_any_drafts_and_schedule(family: str, data: st.DataObject) -> None:
     answers = {i: expected(family, i) for i in range(len(REQUESTS))}

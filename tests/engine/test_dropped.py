@@ -57,7 +57,7 @@ def dropped_ids(data: st.DataObject, index: int) -> IntArray:
     return ids
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_no_dropped_tokens_change_a_token(data: st.DataObject) -> None:
     budget = data.draw(st.sampled_from([Fixed(3), Fixed(64), Goodput(cheap())]))

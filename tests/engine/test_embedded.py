@@ -38,7 +38,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_same_tokens_under_any_schedule(family: str, data: st.DataObject) -> None:
     """Any order and time of arrival, slots, chunks, stops and resumes, and either attention."""

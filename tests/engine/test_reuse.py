@@ -118,7 +118,7 @@ class Interrupted(Run):
         super().resume(request)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_the_same_as_token_by_token(data: st.DataObject) -> None:
     lenience = data.draw(st.sampled_from([0.0, 0.5, 1.0, GRPO, 1e9]), label="lenience")

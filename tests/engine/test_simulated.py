@@ -54,7 +54,7 @@ def one_by_one(whole: Sequence[int], slots: int, prompt: int, stops: dict[int, f
     return ends
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     whole=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     slots=st.integers(1, 5),
@@ -194,7 +194,7 @@ class TestMemory:
         roomy.run()
         assert roomy.ends()[2][0] < log.ends()[2][0]
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(whole=st.lists(st.integers(1, 40), min_size=1, max_size=8), kv=st.integers(45, 120))
     def test_what_is_held_never_exceeds_it(self, whole: list[int], kv: int) -> None:
         log = build(lengths(*whole), kv_tokens=kv, slots=4)

@@ -40,7 +40,7 @@ def test_metrics_count_the_step_in_hand_up_to_now() -> None:
     assert busy == pytest.approx([2.25, 2.25, 5.5])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     script=st.lists(
         st.tuples(

@@ -34,7 +34,7 @@ def first_found(ids: list[int], stop: list[str], known: int = 0) -> int | None:
     return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(st.sampled_from(ALL_IDS), max_size=24),
     st.lists(

@@ -81,7 +81,7 @@ def extend(pool: LivePool, pieces: list[tuple[Group, int, Text]]) -> None:
 PIECE = st.tuples(st.integers(0, 1), st.integers(0, 2), st.lists(TOKENS, max_size=4).map(tuple))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(

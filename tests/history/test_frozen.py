@@ -51,7 +51,7 @@ def paths(frozen: Frozen, state_base: int = 0, edge_base: int = 0) -> dict[Text,
     return known
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TEXTS, st.data())
 def test_counts_weights_links_and_edge_order_equal_brute_force(
     texts: list[Text], data: st.DataObject
@@ -76,7 +76,7 @@ def test_counts_weights_links_and_edge_order_equal_brute_force(
     assert (frozen.weight is frozen.counts) == (values is None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(TEXTS, st.lists(st.sampled_from([0, 1, LARGEST, 7]), max_size=20))
 def test_advance_keeps_the_longest_match_of_any_text(texts: list[Text], query: list[int]) -> None:
     frozen = frozen_of(texts)
@@ -144,7 +144,7 @@ def test_at_most_56_bytes_a_token_by_counts_and_64_by_weights() -> None:
     assert frozen_of([tuple(tokens)], [0.5] * 5000).nbytes < 64 * 5000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=12), st.booleans())
 def test_an_arena_holds_what_was_put_in(steps: list[tuple[list[Text], bool]], weighted: bool) -> None:
     arena, inside = Arena(weighted), dict[int, list[Text]]()

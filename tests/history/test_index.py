@@ -87,7 +87,7 @@ SAMPLES = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 4), SAMPLES), max_size=8),
     st.sampled_from(WEIGHTS),

@@ -135,7 +135,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
 
 
 @given(st.lists(rollouts(), max_size=4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_in_flight_comes_back_bit_for_bit(written: list[Rollout]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step-000001.parquet")
@@ -303,7 +303,7 @@ def test_a_file_cut_off_anywhere_is_found_out(whole: bytes, tmp_path: Path) -> N
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_changed_byte_is_found_out_or_harmless(whole: bytes, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, len(whole) - 1))
     change = data.draw(st.integers(1, 255))

@@ -73,7 +73,7 @@ def drawn_texts(draw: st.DrawFn) -> tuple[list[Text], list[list[Row]]]:
     return texts, rows
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(drawn_texts())
 def test_rows_are_the_means_of_all_places_behind_a_string(drawn: tuple[list[Text], list[list[Row]]]) -> None:
     texts, rows = drawn

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kstest
 
@@ -52,7 +52,6 @@ class TestDistribution:
         assert emitted(p, q, GRPO, None)[0] == pytest.approx(0.5 + 0.5 * (1 - GRPO * 0.4) * 0.8)
         assert emitted(p, q, 2.5, 8)[0] == pytest.approx(0.5)
 
-    @settings(deadline=None)
     @given(st.data(), st.integers(2, 6), st.sampled_from([0.0, 0.3, 0.9, 1.0]))
     def test_with_all_of_q_known_the_residual_makes_it_exact(
         self, data: st.DataObject, size: int, lenience: float
@@ -60,13 +59,11 @@ class TestDistribution:
         p, q = distribution(data, size), distribution(data, size)
         assert np.allclose(emitted(p, q, lenience, size), p, rtol=0, atol=1e-6)  # alternatives are float32
 
-    @settings(deadline=None)
     @given(st.data())
     def test_with_one_token_missing_too(self, data: st.DataObject) -> None:
         p, q = distribution(data, 5), distribution(data, 5)
         assert np.allclose(emitted(p, q, 1.0, 4), p, rtol=0, atol=1e-6)
 
-    @settings(deadline=None)
     @given(st.data(), st.integers(2, 6))
     def test_without_alternatives_it_is_the_policy_without_the_rejected_token(
         self, data: st.DataObject, size: int
@@ -76,7 +73,6 @@ class TestDistribution:
         others = [sum(lost[y] * p[v] / (1 - p[y]) for y in range(size) if y != v) for v in range(size)]
         assert np.allclose(emitted(p, q, 1.0, 0), np.minimum(p, q) + others, rtol=0, atol=1e-9)
 
-    @settings(deadline=None)
     @given(st.data(), st.integers(3, 8), st.integers(0, 8))
     def test_it_is_off_by_what_the_alternatives_leave_out_at_most(
         self, data: st.DataObject, size: int, alternatives: int

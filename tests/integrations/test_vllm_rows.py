@@ -69,7 +69,7 @@ def lives(draw: st.DrawFn) -> tuple[int, list[tuple[list[int], list[list[int]]]]
 
 
 @given(lives())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_response_is_followed_whole(
     life: tuple[int, list[tuple[list[int], list[list[int]]]], int],
 ) -> None:

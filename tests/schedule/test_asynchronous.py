@@ -137,7 +137,7 @@ def test_without_a_bound_what_fits_the_slots_is_let_in(limit: int | None) -> Non
     assert world.ledger.max_staleness is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     strategy=st.sampled_from(["refresh", "wait", "drop", "paced"]),
     unit=st.sampled_from(["group", "response"]),

@@ -111,7 +111,7 @@ def test_the_longest_group_ends_sooner_than_in_order_of_admission() -> None:
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_whatever_comes_and_goes(seed: int) -> None:
     draw = random.Random(seed)
     config = of(

@@ -143,7 +143,7 @@ class TestWindow:
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_whatever_comes_and_goes(seed: int) -> None:
     draw = random.Random(seed)
     bound = draw.choice([0, 0, 1, 2, None])

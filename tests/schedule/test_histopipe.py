@@ -227,7 +227,7 @@ def test_useless_groups_are_replaced_in_their_batch() -> None:
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_whatever_comes_and_goes(seed: int) -> None:
     draw = random.Random(seed)
     bound = draw.choice([0, 1, 1, 2, None])

@@ -76,7 +76,7 @@ def test_only_workers_with_the_newest_weights() -> None:
     assert free.room(book.view, newest=True) == {0: 2, 1: 2}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 100_000))
 def test_what_events_tell_is_what_there_is(seed: int) -> None:
     draw = random.Random(seed)

@@ -11,7 +11,7 @@ from tests.schedule.runs import any_world, by_order, check_consumed, decisions, 
 from tests.world import World, long_tailed
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 100_000))
 def test_every_response_is_consumed_once_and_not_too_old(seed: int) -> None:
     world = any_world("sorted", seed)

@@ -106,7 +106,7 @@ def test_what_cannot_be_calibrated_is_refused(run: Path) -> None:
         calibration(run)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10_000))
 def test_no_other_non_negative_coefficients_fit_better(seed: int) -> None:
     random = np.random.default_rng(seed)
