@@ -102,6 +102,24 @@ def test_a_run_leaves_what_the_contract_says(undisturbed: Path) -> None:
     assert any(not before[name].equal(after[name]) for name in before)
 
 
+def test_every_response_says_how_it_was_drafted(tmp_path: Path) -> None:
+    folder = Trainer(small(tmp_path, "drafted", **{"data.limit": 2})).run().folder
+    for step, line in enumerate(metrics(folder), start=1):
+        rollouts = read_rollouts(folder / f"rollouts/step-{step:06d}.parquet")
+        names = {
+            "drafted": "spec/drafted",
+            "accepted": "spec/accepted",
+            "decode_steps": "engine/decode_steps",
+        }
+        assert {name: sum(getattr(r, name) for r in rollouts) for name in names} == {
+            name: line[key] for name, key in names.items()
+        }
+        length = line[f"spec/visit/{step}/mean_acceptance_length"]  # a step is a visit
+        assert length == line["spec/mean_acceptance_length"]
+        assert 0.0 < line["spec/time_share"] < 1.0
+    assert line["spec/visit/3/acceptance"] == line["spec/accepted"] / line["spec/drafted"] > 0.5
+
+
 def test_every_metric_is_described(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"eval.enabled": True, "eval.limit": 1, "data.limit": 2}
     changes |= {

@@ -177,6 +177,7 @@ class Ledger(BoundedRequests):
         if event.drafted is not None and event.accepted is not None:
             c.drafted[rows] += event.drafted[chosen]
             c.accepted[rows] += event.accepted[chosen]
+            c.decode_steps[rows] += 1
         before = c.first_version[rows]
         older = (before < 0) | (before > event.version)
         if older.any():

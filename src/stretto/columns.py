@@ -28,6 +28,7 @@ RESULTS = (
     "first_version",
     "drafted",
     "accepted",
+    "decode_steps",
     "finished_at",
     "reward",
     "finish_reason",
@@ -117,6 +118,7 @@ class Columns:
     finished_at: FloatArray
     drafted: npt.NDArray[np.int32]
     accepted: npt.NDArray[np.int32]
+    decode_steps: npt.NDArray[np.int32]
     discard_reason: npt.NDArray[Any]
     refreshes: npt.NDArray[np.int32]
     length: npt.NDArray[np.int32]  # tokens after the prompt
@@ -141,6 +143,7 @@ class Columns:
         "finished_at": (np.float64, np.nan),
         "drafted": (np.int32, 0),
         "accepted": (np.int32, 0),
+        "decode_steps": (np.int32, 0),
         "refreshes": (np.int32, 0),
         "length": (np.int32, 0),
         "first_version": (np.int32, -1),
@@ -212,7 +215,7 @@ class Columns:
         # fmt: off
         for request_id, (
             group, sample, visit, key, turn_start, turn, reward, state, worker, attempt, admitted, started_at,
-            finished_at, drafted, accepted, refreshes, length, version, _, _, parts, status, reason, why,
+            finished_at, drafted, accepted, steps, refreshes, length, version, _, _, parts, status, reason, why,
         ) in zip(ids, rows, strict=True):
             said = tokens.get(request_id)
             arrays = unknown_arrays(length, version) if said is None else said.arrays()
@@ -221,7 +224,7 @@ class Columns:
                 request_id, group, prompts[group], sample, visit, key,
                 token_ids, logprobs, raw_logprobs, versions, mask, turn_start, turn,
                 reward, parts or {}, status or "ok", reason or NOT_ENDED, STATES[state],
-                worker, attempt, admitted, started_at, finished_at, drafted, accepted,
+                worker, attempt, admitted, started_at, finished_at, drafted, accepted, steps,
                 said.top() if said is not None else None, why or "", refreshes, drafts.get(request_id, NO_IDS),
             )
             found.append(rollout)
@@ -246,6 +249,7 @@ class Columns:
             "first_version": trained.min() if trained.size else -1,
             "drafted": rollout.drafted,
             "accepted": rollout.accepted,
+            "decode_steps": rollout.decode_steps,
             "started_at": rollout.started_at,
             "finished_at": rollout.finished_at,
             "reward": rollout.reward,

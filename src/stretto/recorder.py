@@ -18,7 +18,7 @@ from stretto.evaluation import Evaluation
 from stretto.fleet import Drafting, Fleet
 from stretto.history.lengths import LengthHistory
 from stretto.history.previous import PreviousVisits
-from stretto.observe.metrics import Generation, Seconds, reuse_metrics, step_metrics
+from stretto.observe.metrics import Generation, Seconds, drafting_metrics, reuse_metrics, step_metrics
 from stretto.observe.progress import Reporter
 from stretto.observe.timeline import Timeline
 from stretto.observe.trackers import Trackers
@@ -295,7 +295,11 @@ class Recorder:
                 | {f"rollout/{name}": value for name, value in counters.items() if "discarded/" in name}
                 | self.schedule.metrics()
                 | self.lengths.metrics()
-                | (self.drafter.metrics() if self.drafter is not None else {})
+                | (
+                    drafting_metrics(self.drafter.metrics(), engine["worker_seconds"])
+                    if self.drafter is not None
+                    else {}
+                )
                 | (reuse_metrics(engine) if self.previous is not None else {})
                 | {f"reward/{name}": workers[f"reward/{name}"] for name in ("retried", "restarted")},
             ),

@@ -365,6 +365,7 @@ class Rollout:
     finished_at: float = float("nan")
     drafted: int = 0
     accepted: int = 0
+    decode_steps: int = 0  # of the engine in which its tokens came; 0 where that is not known
     top: Alternatives | None = None  # at the N places, where they are kept
     discard_reason: str = ""
     refreshes: int = 0  # how often its tokens were dropped and generated again

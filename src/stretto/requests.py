@@ -61,6 +61,7 @@ def without_tokens(rollout: Rollout) -> Rollout:
         draft_ids=next_draft(rollout.draft_ids, rollout.token_ids),
         drafted=0,
         accepted=0,
+        decode_steps=0,
     )
 
 

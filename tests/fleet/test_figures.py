@@ -11,7 +11,7 @@ def test_places_compute_side_by_side_but_one_after_the_other_in_a_place() -> Non
     totals = Totals()
     for place, seconds in ((0, 1.0), (1, 2.0), (0, 4.0)):
         totals.add(place, Figures({"steps": 10.0, "step_seconds": seconds}, Tally()))
-    assert totals.take_engine() == {"steps": 30.0, "step_seconds": 5.0}
+    assert totals.take_engine() == {"steps": 30.0, "step_seconds": 5.0, "worker_seconds": 7.0}
     assert totals.take_engine()["steps"] == 0.0
 
 

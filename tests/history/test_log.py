@@ -32,7 +32,7 @@ CONTRACT = {
         "reward_parts",
     ),
     *("reward_status", "finish_reason", "outcome", "worker", "attempt", "started_at", "finished_at"),
-    *("drafted", "accepted", "prompt_row", "key", "turn_start", "turn", "admitted_step"),
+    *("drafted", "accepted", "decode_steps", "prompt_row", "key", "turn_start", "turn", "admitted_step"),
 }
 
 INT32 = st.integers(0, 2**31 - 1)
@@ -75,6 +75,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         finished_at=draw(NUMBERS),
         drafted=draw(INT64),
         accepted=draw(INT64),
+        decode_steps=draw(INT32),
     )
 
 
@@ -255,6 +256,17 @@ def test_the_same_rollouts_give_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_rollouts(tmp_path / name, [one(), one(8)], step=1)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_an_older_log_is_read_without_what_it_does_not_say(tmp_path: Path) -> None:
+    path, rollout = tmp_path / "step-1.parquet", one()
+    rollout.drafted, rollout.accepted, rollout.decode_steps = 4, 2, 1
+    write_rollouts(path, [rollout], step=1)
+    table = pq.read_table(path).drop_columns(["decode_steps"])
+    pq.write_table(table.replace_schema_metadata({"stretto.log": "2"}), path)
+    check_log(path)
+    (found,) = read_rollouts(path)
+    assert (found.drafted, found.accepted, found.decode_steps) == (4, 2, 0)
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from stretto.observe.metrics import (
     Generation,
     Seconds,
     bubble_ratio,
+    drafting_metrics,
     evaluation_metrics,
     length_metrics,
     step_metrics,
@@ -124,6 +126,38 @@ def test_idle_slots_and_acceptance_are_ratios_of_sums() -> None:
     )
     assert found["rollout/bubble_ratio"] == bubble_ratio(30.0, 40.0) == 0.25
     assert found["spec/mean_acceptance_length"] == 1.5
+
+
+def test_drafts_are_told_apart_by_visit() -> None:
+    first, again, later = rollout(0, 1.0, 10), rollout(0, 1.0, 12, environment=4), rollout(1, 0.0, 6)
+    first.decode_steps = 10
+    again.visit, again.drafted, again.accepted, again.decode_steps = 1, 8, 6, 2
+    later.visit, later.drafted, later.accepted, later.decode_steps = 30, 4, 1, 5
+    last = replace(later, visit=7, drafted=1, accepted=1)
+    unknown = replace(
+        later, visit=2, drafted=0, accepted=0, decode_steps=0
+    )  # simulated: tokens come in leaps
+    found = {
+        name.removeprefix("spec/visit/"): value
+        for name, value in metrics_of(UpdateBatch(0, [first, again, later, last, unknown])).items()
+        if name.startswith("spec/visit/")
+    }
+    for name in ("1/acceptance", "3/acceptance", "3/mean_acceptance_length"):
+        assert math.isnan(found.pop(name))
+    assert found == {
+        "1/mean_acceptance_length": 1.0,
+        "2/acceptance": 0.75,
+        "2/mean_acceptance_length": 4.0,  # the model's eight tokens in two steps
+        "8/acceptance": 0.4,
+        "8/mean_acceptance_length": 1.2,
+    }
+
+
+def test_the_share_of_drafting_is_of_all_workers_time() -> None:
+    parts = {"spec/begin_seconds": 1.0, "spec/propose_seconds": 2.0}
+    parts |= {"spec/observe_seconds": 0.5, "spec/end_seconds": 0.5, "spec/longest_wait": 9.0}
+    assert drafting_metrics(parts, 16.0) == {**parts, "spec/time_share": 0.25}
+    assert math.isnan(drafting_metrics({}, 0.0)["spec/time_share"])  # no worker has reported
 
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=50))

@@ -100,15 +100,29 @@ def test_plain_is_one_line_per_step() -> None:
 
 def test_what_drafts_brought_is_shown_where_there_were_any() -> None:
     step = {**STEP, "spec/drafted": 200, "spec/accepted": 150, "spec/mean_acceptance_length": 2.345}
+    step |= {"spec/time_share": 0.043, "spec/accepted/siblings": 30, "spec/accepted/history": 120}
+    step |= {"spec/accepted/prompt": 0}
     plain, live, drawn = PlainReporter(io.StringIO()), LiveReporter(io.StringIO(), width=100), io.StringIO()
     for reporter in (plain, live):
         reporter.start(load_config(), 3)
         reporter.step(step)
     Console(file=drawn, width=100).print(live.render())
     live.close()
-    said = "2.35 at a time, 75% of drafts right"
-    assert f"4,211 tokens/s  ({said})  4.0 s" in plain._stream.getvalue()  # type: ignore[attr-defined]
-    assert f"slots idle 31%  {said}" in drawn.getvalue()
+    gave = "2.35 tokens at a time, drafting 4% of the rollout"
+    said = f"4,211 tokens/s  (75.0% of drafts right, {gave})  4.0 s"
+    assert said in plain._stream.getvalue()  # type: ignore[attr-defined]
+    (line,) = [line for line in drawn.getvalue().splitlines() if line.startswith("drafts")]
+    assert line.split(maxsplit=2)[1:] == ["75.0%", f"{gave}  history 80%  siblings 20%"]
+
+
+def test_a_run_without_drafts_shows_none() -> None:
+    live, drawn = LiveReporter(io.StringIO(), width=100), io.StringIO()
+    live.start(load_config(), 3)
+    live.step({**STEP, "spec/drafted": 0, "spec/accepted": 0})
+    Console(file=drawn, width=100).print(live.render())
+    live.close()
+    assert "tokens/s" in drawn.getvalue()
+    assert "draft" not in drawn.getvalue()
 
 
 def test_missing_figures_are_dashes() -> None:

@@ -203,11 +203,18 @@ class TestRecorded:
     def test_a_response_has_the_tokens_per_step_that_it_had(self, run: Path) -> None:
         drafted = self.rollout(7, 0)
         drafted.accepted, drafted.drafted = 42, 56  # of 70 tokens: 28 steps
-        write_rollouts(run / "rollouts" / "step-000002.parquet", [drafted], step=2)
+        counted = self.rollout(8, 0)
+        counted.accepted, counted.drafted, counted.decode_steps = (
+            41,
+            80,
+            40,
+        )  # the last of 80 tokens was drafted
+        write_rollouts(run / "rollouts" / "step-000002.parquet", [drafted, counted], step=2)
         workload = Recorded(run)
-        found = [workload.drafts(key) for key in (700, 300, 999)]
+        found = [workload.drafts(key) for key in (700, 800, 300, 999)]
         assert found == [
             (pytest.approx(69 / 27), 2.0),
+            (pytest.approx(79 / 39), 2.0),
             (1.0, 0.0),
             None,
         ]  # after the first one's single token

@@ -22,13 +22,15 @@ class Totals:
         self._drafter.add(figures.drafter)
 
     def take_engine(self) -> dict[str, float]:
-        """Sums over places; but of `step_seconds` the largest, since places compute side by side."""
+        """Sums over places; but of `step_seconds` the largest, since places compute side by side. Their sum is there
+        as `worker_seconds`.
+        """
         total: dict[str, float] = defaultdict(float)  # 0.0 for everything where nobody has reported
         longest = max((engine["step_seconds"] for engine in self._engine.values()), default=0.0)
         for engine in self._engine.values():
             for name, value in engine.items():
                 total[name] += value
-        total["step_seconds"] = longest
+        total["worker_seconds"], total["step_seconds"] = total["step_seconds"], longest
         self._engine.clear()
         return total
 

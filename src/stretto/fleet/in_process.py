@@ -43,6 +43,7 @@ class InProcessFleet:
         for engine in self.engines:
             for name, value in engine.metrics().items():
                 total[name] = total.get(name, 0.0) + value
+        total["worker_seconds"] = total["step_seconds"]  # they step in turn
         return total
 
     def close(self) -> None:

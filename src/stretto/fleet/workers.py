@@ -146,7 +146,8 @@ class WorkerFleet:
 
     def metrics(self) -> dict[str, float]:
         """Engine counters since the last call, summed over workers; but `step_seconds` are those of the place that
-        computed longest, since they work side by side. Waits until each worker has ended its step.
+        computed longest, since they work side by side, and `worker_seconds` those of all. Waits until each worker
+        has ended its step.
         """
         self.report(Report(state=False))
         with self._changed:

@@ -27,7 +27,7 @@ from stretto.errors import StrettoError
 from stretto.history.lengths import Ended
 from stretto.records import FinishReason, Prompt, Rollout, State
 
-SCHEMA_VERSION = 2  # 1: without alternatives, and without what became of dropped tokens
+SCHEMA_VERSION = 3  # 1: without alternatives and what became of dropped tokens; 2: without decode_steps
 _VERSION_KEY = b"stretto.log"
 
 _LISTS: dict[str, npt.DTypeLike] = {
@@ -80,6 +80,8 @@ def _schema(logprob: pa.DataType, alternatives: int = 0, version: int = SCHEMA_V
         fields.append(("discard_reason", pa.string()))
         fields.append(("refreshes", pa.int32()))  # times that its tokens were dropped and generated again,
         fields.append(("draft_ids", pa.list_(pa.int32())))  # and those dropped last
+    if version > 2:
+        fields.append(("decode_steps", pa.int32()))
     if alternatives:
         fields.append((_TOP_IDS, pa.list_(pa.list_(pa.int32(), alternatives))))
         fields.append((_TOP_LOGPROBS, pa.list_(pa.list_(pa.float32(), alternatives))))

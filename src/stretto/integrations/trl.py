@@ -34,6 +34,7 @@ from stretto.integrations.trl_trainer import (
     sampling_params,
     token_ids,
 )
+from stretto.observe.metrics import drafting_seconds
 from stretto.records import IntArray, Prompt, Purpose, Request, Rollout, SamplingParams, State, prompt_uid
 from stretto.sampling import request_key
 
@@ -46,7 +47,6 @@ NOT_HERE = {
     "engine.vllm": "it generates with the trainer's own model, by the embedded engine",
     "history.warm_from": "use history_dir, which is read when a script begins",
 }
-DRAFTING = ("begin", "propose", "observe", "end")  # of what a drafter is asked for
 EVALUATION = -1  # in place of the optimiser step
 NOTHING = np.zeros(0, np.int64)
 
@@ -242,7 +242,7 @@ class HistoryRollout:
         drafting = 0.0
         if self._drafter is not None:
             spec = self._drafter.metrics()
-            drafting = sum(spec[f"spec/{part}_seconds"] for part in DRAFTING)
+            drafting = drafting_seconds(spec)
             found["index_seconds"] = spec["spec/index/build_seconds"]
             found["history_mib"] = spec["spec/index/bytes"] / 2**20
             if engine["drafted_tokens"]:
@@ -271,6 +271,7 @@ class HistoryRollout:
             admitted_step=max(self._step, 0),
             drafted=response.drafted,
             accepted=response.accepted,
+            decode_steps=response.decode_steps,
             top=response.top,
         )
 

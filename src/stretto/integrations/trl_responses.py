@@ -22,6 +22,7 @@ class Response(NamedTuple):
     finish_reason: FinishReason
     drafted: int
     accepted: int
+    decode_steps: int
 
 
 def generate(engine: EmbeddedEngine, requests: Sequence[Request]) -> list[Response]:
@@ -73,6 +74,7 @@ def _responses(steps: Sequence[Progress], reasons: Sequence[FinishReason]) -> li
         np.bincount(ids, np.concatenate([getattr(step, name) for step in steps]), count).astype(np.int64)
         for name in ("drafted", "accepted")
     )
+    decode_steps = np.bincount(ids, minlength=count)
     return [
         Response(
             token_ids[i].astype(np.int64),
@@ -82,6 +84,7 @@ def _responses(steps: Sequence[Progress], reasons: Sequence[FinishReason]) -> li
             reasons[i],
             int(drafted[i]),
             int(accepted[i]),
+            int(decode_steps[i]),
         )
         for i in range(count)
     ]

@@ -16,7 +16,9 @@ from rich.text import Text
 from stretto.config import Config
 from stretto.observe.progress import (
     Eta,
-    drafts,
+    by_source,
+    drafts_gave,
+    drafts_right,
     duration,
     evaluation_text,
     headline,
@@ -112,8 +114,10 @@ class LiveReporter:
         grid.add_row(
             "tokens/s",
             number(last, "throughput/useful_tokens_per_s", ",.0f"),
-            Text(f"slots idle {number(last, 'rollout/bubble_ratio', '.0%')}  {drafts(last)}", style="dim"),
+            Text(f"slots idle {number(last, 'rollout/bubble_ratio', '.0%')}", style="dim"),
         )
+        if last.get("spec/drafted"):
+            grid.add_row("drafts", drafts_right(last), _drafts(last))
         grid.add_row("time", f"{number(last, 'time/total', '.1f')} s", TimeSplit(time_split(last)))
         return grid
 
@@ -138,6 +142,12 @@ class LiveReporter:
 def _lengths(metrics: Mapping[str, Any]) -> Text:
     shown = ((name, number(metrics, f"response_length/{name}", ".0f")) for name in ("p50", "p99", "max"))
     return Text("  ".join(f"{name} {value}" for name, value in shown), style="dim")
+
+
+def _drafts(metrics: Mapping[str, Any]) -> Text:
+    """Behind the share of drafted tokens that was right: what they gave, and which sources they came from."""
+    sources = "  ".join(f"{name} {share:.0%}" for name, share in by_source(metrics).items())
+    return Text(f"{drafts_gave(metrics)}  {sources}".rstrip(), style="dim")
 
 
 class Sparkline:

@@ -13,6 +13,7 @@ import numpy as np
 from stretto.records import FinishReason, Rollout, UpdateBatch
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+VISITS = 8  # visits that drafts are counted for one by one; the last with all after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,43 @@ def step_metrics(
         "spec/drafted": generation.drafted,
         "spec/accepted": generation.accepted,
         "spec/mean_acceptance_length": _ratio(generation.decoded_tokens, generation.decoding_steps),
+        **visit_metrics(batch.rollouts),
         "off_policy/staleness_mean": _mean(staleness),
         "off_policy/staleness_max": max(staleness, default=math.nan),
         **generation.extra,
         **learner,
     }
+
+
+def visit_metrics(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """How drafts did in the responses of each visit, from 1: the share of drafted nodes that was right, and the model's
+    tokens per step.
+    """
+    visits: dict[int, tuple[int, int, int, int]] = {}
+    for rollout in rollouts:
+        visit = min(rollout.visit + 1, VISITS)
+        drafted, accepted, tokens, steps = visits.get(visit, (0, 0, 0, 0))
+        visits[visit] = (
+            drafted + rollout.drafted,
+            accepted + rollout.accepted,
+            tokens + int(np.count_nonzero(rollout.loss_mask)),
+            steps + rollout.decode_steps,
+        )
+    found: dict[str, float] = {}
+    for visit, (drafted, accepted, tokens, steps) in sorted(visits.items()):
+        found[f"spec/visit/{visit}/acceptance"] = _ratio(accepted, drafted)
+        found[f"spec/visit/{visit}/mean_acceptance_length"] = _ratio(tokens, steps)
+    return found
+
+
+def drafting_seconds(drafter: Mapping[str, float]) -> float:
+    """What drafting took of the engines' time, from a drafter's figures; none where no drafter has reported."""
+    return sum(drafter.get(f"spec/{part}_seconds", 0.0) for part in ("begin", "propose", "observe", "end"))
+
+
+def drafting_metrics(drafter: Mapping[str, float], worker_seconds: float) -> dict[str, float]:
+    """A drafter's figures, and the share of drafting in the seconds of the engines' steps, both summed over workers."""
+    return {**drafter, "spec/time_share": _ratio(drafting_seconds(drafter), worker_seconds)}
 
 
 def reuse_metrics(engine: Mapping[str, float]) -> dict[str, float]:

@@ -186,11 +186,33 @@ def time_split(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def drafts(metrics: Mapping[str, Any]) -> str:
     """What drafts brought in a step; nothing where there were none."""
-    count = metrics.get("spec/drafted")
-    if not count:
+    if not metrics.get("spec/drafted"):
         return ""
+    return f"{drafts_right(metrics)} of drafts right, {drafts_gave(metrics)}"
+
+
+def drafts_right(metrics: Mapping[str, Any]) -> str:
+    """The share of drafted tokens that was right in a step."""
+    count = metrics.get("spec/drafted")
+    return percent(metrics["spec/accepted"] / count if count else None)
+
+
+def drafts_gave(metrics: Mapping[str, Any]) -> str:
+    """Tokens of a request's step, and what drafting took."""
     length = number(metrics, "spec/mean_acceptance_length", ".2f")
-    return f"{length} at a time, {metrics['spec/accepted'] / count:.0%} of drafts right"
+    return f"{length} tokens at a time, drafting {number(metrics, 'spec/time_share', '.0%')} of the rollout"
+
+
+def by_source(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Shares of the sources in the drafted tokens that were right, the largest first; those without any left out."""
+    prefix = "spec/accepted/"
+    found = {
+        key.removeprefix(prefix): float(value)
+        for key, value in metrics.items()
+        if key.startswith(prefix) and value
+    }
+    total = sum(found.values())
+    return {name: found[name] / total for name in sorted(found, key=lambda name: -found[name])}
 
 
 def number(metrics: Mapping[str, Any], key: str, spec: str) -> str:

@@ -245,7 +245,8 @@ class Recorded:
             self.by_key[rollout.key] = tokens
             self.by_row.setdefault(rollout.prompt.row, []).append(tokens)
             self.rewards[rollout.key] = rollout.reward
-            steps = max(1, tokens - rollout.accepted)
+            # Older logs have no steps; one more where a response ended with a drafted token.
+            steps = rollout.decode_steps or max(1, tokens - rollout.accepted)
             # A simulated response's first step gives one token.
             self.drafted[rollout.key] = max(1.0, (tokens - 1) / max(1, steps - 1)), rollout.drafted / steps
         self.order = [groups[group] for group in sorted(groups)]
