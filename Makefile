@@ -1,9 +1,10 @@
 # Needs GNU make 3.81+ and Python 3.11 to 3.14 on Linux or macOS; everything else goes into .venv (and .venv-ray, .venv-trl,
-# .venv-vllm).
+# .venv-vllm, .venv-low).
 #
 #   make demo       set up, then train the demo model (ARGS="--steps 20" is passed on)
 #   make test       set up, then lint, types and tests: what CI runs (ARGS goes to pytest)
 #   make test-ray   the tests of what needs Ray, in an environment of their own; so test-trl and test-vllm (Linux)
+#   make test-low   all tests with the oldest versions that pyproject.toml accepts (Python 3.11 or 3.12)
 #   make check      lint and types only; make format mends what can be mended
 #   make docs       write docs/config.md anew
 #   make smollm2    fetch SmolLM2-135M-Instruct for examples/gsm8k_smollm2.toml
@@ -37,16 +38,17 @@ SETUP := PYTHON='$(PYTHON)' TORCH_INDEX_URL='$(TORCH_INDEX_URL)' sh scripts/setu
 SETUP_FILES := pyproject.toml constraints.txt scripts/setup.sh scripts/setup_venv.py
 
 # Stacks that cannot share an environment, and the tests that need them.
-STACKS := ray trl vllm
+STACKS := ray trl vllm low
 TESTS_ray := tests/fleet/test_ray*.py tests/learn/test_sharded*.py
 TESTS_trl := tests/integrations/test_trl*.py
 TESTS_vllm := tests/engine/test_vllm*.py tests/integrations/test_vllm*.py
+TESTS_low := -n 2 --dist loadfile --no-loadscope-reorder
 
 # A stamp is worth nothing when the interpreter behind it has gone.
 RUNS = $(filter 1,$(shell $(1)/bin/python -c 'print(1)' 2>/dev/null))
 .PHONY: $(foreach venv,$(VENV) $(STACKS:%=$(VENV)-%),$(if $(call RUNS,$(venv)),,$(venv)/.core $(venv)/.dev))
 
-.PHONY: help demo test test-ray test-trl test-vllm check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight bench-ray study-kill study-ray-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation study-vllm study-trl clean
+.PHONY: help demo test test-ray test-trl test-vllm test-low check format docs smollm2 bench-engine bench-bookkeeping bench-draft bench-rollout bench-inflight bench-ray study-kill study-ray-kill study-flips study-reuse study-curriculum study-refresh study-published study-simulator study-simulation study-vllm study-trl clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -69,10 +71,10 @@ check: $(VENV)/.dev
 test: check
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-$(STACKS:%=$(VENV)-%/.core): $(VENV)-%/.core: $(SETUP_FILES) constraints-vllm.txt
+$(STACKS:%=$(VENV)-%/.core): $(VENV)-%/.core: $(SETUP_FILES) constraints-vllm.txt constraints-low.txt
 	@$(SETUP) $*
 
-test-ray test-trl test-vllm: test-%: $(VENV)-%/.core
+test-ray test-trl test-vllm test-low: test-%: $(VENV)-%/.core
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest $(TESTS_$*) $(ARGS)
 
 format: $(VENV)/.dev

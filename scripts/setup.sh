@@ -1,5 +1,5 @@
 #!/bin/sh
-# Chooses a Python, then lets scripts/setup_venv.py fill .venv, or .venv-ray and so on. Usage: scripts/setup.sh core|dev|ray|trl|vllm
+# Chooses a Python, then lets scripts/setup_venv.py fill .venv, or .venv-ray and so on. Usage: scripts/setup.sh core|dev|ray|trl|vllm|low
 # Environment: PYTHON (an interpreter to use instead), TORCH_INDEX_URL (see setup_venv.py).
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,7 +1,8 @@
 """Fills .venv: torch first, from the right place, then Stretto in editable form with the pinned versions.
 
 Run by scripts/setup.sh. Needs the standard library only. The stamps `.venv/.core` and `.venv/.dev` are
-written last, so an interrupted set-up starts over. Ray, TRL and vLLM, whose wishes conflict, get a .venv-NAME each.
+written last, so an interrupted set-up starts over. Ray, TRL and vLLM, whose wishes conflict, get a .venv-NAME each, and
+so do the oldest versions that pyproject.toml accepts (`low`).
 
 Where torch comes from: TORCH_INDEX_URL where it is set; else what pip finds by itself, unless that is a CUDA
 build (several GB, and of no use to the demo); then PyTorch's CPU index where that can be reached; else the CUDA
@@ -19,13 +20,13 @@ import tempfile
 from pathlib import Path
 
 KIND = sys.argv[1]
-STACKS = ("ray", "trl", "vllm")
+STACKS = ("ray", "trl", "vllm", "low")
 VENV = Path(f".venv-{KIND}" if KIND in STACKS else ".venv")
 PYTHON = VENV / "bin" / "python"
-CONSTRAINTS = Path("constraints.txt")
+CONSTRAINTS = Path("constraints-low.txt" if KIND == "low" else "constraints.txt")
 VLLM = Path("constraints-vllm.txt")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-EXTRAS = {"core": "", "dev": "[dev]", "ray": "[dev,ray]", "trl": "[dev,trl]"}
+EXTRAS = {"core": "", "dev": "[dev]", "ray": "[dev,ray]", "trl": "[dev,trl]", "low": "[dev]"}
 
 
 def say(text: str) -> None:
@@ -119,6 +120,10 @@ def install_stretto() -> None:
 def main() -> None:
     if KIND == "vllm" and sys.platform != "linux":
         raise SystemExit("set-up: vLLM's CPU build has wheels for Linux only")
+    if KIND == "low" and sys.version_info >= (3, 13):
+        raise SystemExit(
+            "set-up: the oldest versions have wheels for Python 3.11 and 3.12: make PYTHON=... test-low"
+        )
     make_venv()
     install_torch()
     install_vllm() if KIND == "vllm" else install_stretto()

@@ -92,6 +92,20 @@ def test_every_dependency_has_a_pin() -> None:
     assert names - {"stretto"} <= pinned
 
 
+def test_the_oldest_versions_that_are_tested_are_the_oldest_accepted() -> None:
+    """But for torch, of which no older build for CPUs is on PyPI."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lower = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(project["dependencies"]), re.MULTILINE))
+    lines = (ROOT / "constraints-low.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert lower.keys() == tested.keys()
+    assert {
+        name: version
+        for name, version in tested.items()
+        if name != "torch" and re.sub(r"(\.0)+$", "", version) != lower[name]
+    } == {}
+
+
 class TestPages:
     @pytest.mark.parametrize("page", PAGES, ids=name)
     def test_links_lead_somewhere(self, page: Path) -> None:
@@ -288,8 +302,8 @@ esac
     def test_a_stamp_is_worth_nothing_when_its_interpreter_has_gone(self, tmp_path: Path) -> None:
         if shutil.which("make") is None:
             pytest.skip("needs make")
-        for file in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-vllm.txt"):
-            shutil.copy(ROOT / file, tmp_path)
+        for file in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("constraints*.txt")):
+            shutil.copy(file, tmp_path)
         shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
 
         def would_do(venv: str) -> str:
@@ -313,6 +327,18 @@ esac
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (1, "")
         assert "for Linux only" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    def test_the_oldest_versions_are_refused_where_they_have_no_wheels(self, tmp_path: Path) -> None:
+        script = ROOT / "scripts" / "setup_venv.py"
+        code = (
+            "import json, runpy, shutil, subprocess, sys, tempfile; sys.version_info = (3, 13, 0); "
+            f"sys.argv = ['setup_venv.py', 'low']; runpy.run_path({str(script)!r}, run_name='__main__')"
+        )
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "Python 3.11 and 3.12" in done.stderr
         assert list(tmp_path.iterdir()) == []
 
     def test_names_the_package_that_is_missing(self, path: Path) -> None:

@@ -226,7 +226,9 @@ def _join(arrays: list[npt.NDArray[Any]], list_type: pa.DataType) -> pa.ListArra
     values = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
     wanted = list_type.value_type
     if pa.types.is_floating(wanted):
-        stored = pa.array(values.astype(wanted.to_pandas_dtype()), type=wanted)  # rounding is meant here
+        # Not by `to_pandas_dtype`, for which Arrow 18 needs pandas.
+        dtype = np.float64 if pa.types.is_float64(wanted) else np.float32
+        stored = pa.array(values.astype(dtype), type=wanted)  # rounding is meant here
     else:
         stored = pa.array(values).cast(wanted)
     return pa.ListArray.from_arrays(pa.array(offsets).cast(pa.int32()), stored, type=list_type)
