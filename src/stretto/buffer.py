@@ -13,7 +13,6 @@ that `apply` maintains keep a schedule's work proportional to its events. No tor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import isnan
 from typing import Any
 
 import numpy as np
@@ -119,7 +118,7 @@ class Ledger(BoundedRequests):
                 ended += new
         if not ended:
             return []
-        state, first = self.columns.cells.state, self.first_id
+        state, first = self.cells.state, self.first_id
         # What ended may have been scored or given up by a later event.
         ended = [i for i in ended if state[i - first] in (FINISHED, WAITING)]
         if not ended:
@@ -152,16 +151,18 @@ class Ledger(BoundedRequests):
             table.pop(event.worker, None)
 
     def _stopped(self, event: Stopped) -> None:
-        if self._is_at(event.id, RUNNING, event.attempt):
+        if self._row_at(event.id, RUNNING, event.attempt) >= 0:
             self._release(event.id)
 
-    def _is_at(self, request_id: int, state: int, attempt: int) -> bool:
-        """Whether a request is in this state, in this attempt; else an event about it is old, and counted."""
-        row, c = request_id - self.first_id, self.columns
-        if 0 <= row < c.size and c.cells.state[row] == state and c.cells.attempt[row] == attempt:
-            return True
+    def _row_at(self, request_id: int, state: int, attempt: int) -> int:
+        """The row of a request that is in this state, in this attempt; -1: an event about it is old, and counted."""
+        row = request_id - self.first_id
+        if 0 <= row < self.columns.size:
+            cells = self.cells
+            if cells.state[row] == state and cells.attempt[row] == attempt:
+                return row
         self.counters["stale_events"] += 1
-        return False
+        return -1
 
     def _progress(self, event: Progress) -> None:
         c = self.columns
@@ -192,17 +193,19 @@ class Ledger(BoundedRequests):
             start = stop
 
     def _leapt(self, event: Leapt) -> None:
-        if self._is_at(event.id, RUNNING, event.attempt):
-            row, cells, version = event.id - self.first_id, self.columns.cells, event.version
-            self.generated_tokens += event.count
-            cells.length[row] += event.count
+        row = self._row_at(event.id, RUNNING, event.attempt)
+        if row >= 0:
+            cells, count, version = self.cells, event.count, event.version
+            self.generated_tokens += count
+            cells.length[row] += count
             if not 0 <= cells.first_version[row] <= version:
                 cells.first_version[row] = version
 
     def _finished(self, event: Finished) -> Sequence[int]:
-        if not self._is_at(event.id, RUNNING, event.attempt):
+        request_id, cells = event.id, self.cells
+        row = self._row_at(request_id, RUNNING, event.attempt)
+        if row < 0:
             return ()
-        row, cells = event.id - self.first_id, self.columns.cells
         if self.max_staleness is not None:
             lost = cells.refreshing[row]
             if not lost and 0 <= cells.first_version[row] < self.version - self.max_staleness:
@@ -210,19 +213,19 @@ class Ledger(BoundedRequests):
                 lost = True
             if lost:
                 if cells.state[row] == RUNNING:
-                    self._release(event.id)
+                    self._release(request_id)
                 return ()
-        del self.running[cells.worker[row]][event.id]
+        del self.running[cells.worker[row]][request_id]
         turn_ended = self.multi_turn and event.reason == FinishReason.STOP
         cells.state[row] = WAITING if turn_ended else FINISHED
         self.columns.finish_reason[row] = event.reason
         cells.finished_at[row] = self.now()
-        return (event.id,)
+        return (request_id,)
 
     def _observed(self, event: Observed) -> Sequence[int]:
-        if not self._is_at(event.id, WAITING, event.attempt):
+        row = self._row_at(event.id, WAITING, event.attempt)
+        if row < 0:
             return ()
-        row = event.id - self.first_id
         prompt = self.groups.prompts[int(self.columns.group[row])]
         limit = min(self.sampling.max_new_tokens, self.max_model_len - len(prompt.token_ids))
         space = limit - int(self.columns.length[row])
@@ -240,23 +243,23 @@ class Ledger(BoundedRequests):
         return (event.id,)
 
     def _scored(self, event: Scored) -> None:
-        if not self._is_at(event.id, FINISHED, event.attempt):
+        request_id, cells = event.id, self.cells
+        row = self._row_at(request_id, FINISHED, event.attempt)
+        if row < 0:
             return
-        row, c = event.id - self.first_id, self.columns
-        cells = c.cells
         cells.state[row] = SCORED
         cells.reward[row] = event.reward
         if event.parts:
-            c.reward_parts[row] = event.parts
-        record = self._records.get(event.id)
+            self.columns.reward_parts[row] = event.parts
+        record = self._records.get(request_id)
         if record is not None:
             record.outcome = State.SCORED
             record.reward, record.reward_status, record.reward_parts = event.reward, event.status, event.parts
         if event.status != "ok":
-            c.reward_status[row] = event.status
+            self.columns.reward_status[row] = event.status
             self.counters["reward_timeouts" if event.status == "timeout" else "reward_errors"] += 1
-        self.scored[event.id] = None
-        self._to_log[event.id] = None
+        self.scored[request_id] = None
+        self._to_log[request_id] = None
         self.groups.scored(cells.group[row])
 
     # ---- decisions ------------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ class Ledger(BoundedRequests):
         """
         now = self.now()
         requests = []
-        cells, first, running = self.columns.cells, self.first_id, self.running[worker]
+        cells, first, running = self.cells, self.first_id, self.running[worker]
         waiting, drafts, prompts = self.waiting, self.drafts, self.groups.prompts
         for request_id in ids:
             row = request_id - first
@@ -298,7 +301,7 @@ class Ledger(BoundedRequests):
             cells.worker[row] = worker
             cells.attempt[row] = attempt = cells.attempt[row] + 1
             cells.keep[row] = True
-            if isnan(cells.started_at[row]):  # never before
+            if attempt == 1:  # never before
                 cells.started_at[row] = now
             group, length, token_ids, draft = cells.group[row], cells.length[row], NO_IDS, NO_IDS
             if length:
@@ -325,7 +328,7 @@ class Ledger(BoundedRequests):
         Without `keep` they are refreshed, unless they have ended before their worker hears of it.
         """
         for request_id in ids:
-            row, cells = request_id - self.first_id, self.columns.cells
+            row, cells = request_id - self.first_id, self.cells
             if cells.state[row] == RUNNING and not cells.refreshing[row]:
                 cells.keep[row] = keep
                 self._tell_to_stop(row)

@@ -89,7 +89,8 @@ class Cells:
     keep: memoryview[bool]
     refreshing: memoryview[bool]
 
-    def __init__(self, table: npt.NDArray[Any]) -> None:
+    def look_at(self, table: npt.NDArray[Any]) -> None:
+        """From now on be the columns of this table."""
         for name in self.__annotations__:
             setattr(self, name, memoryview(table[name]))  # type: ignore[arg-type]
 
@@ -157,6 +158,7 @@ class Columns:
 
     def __init__(self) -> None:
         self.size = 0
+        self.cells = Cells()
         self._reserve(1024)
 
     def _reserve(self, capacity: int) -> None:
@@ -168,7 +170,8 @@ class Columns:
             if self.size:
                 column[: self.size] = getattr(self, name)[: self.size]
             setattr(self, name, column)
-        self._table, self.cells = table, Cells(table)
+        self._table = table
+        self.cells.look_at(table)
 
     def grow(self, count: int) -> int:
         """Add `count` rows with default values; returns the first one's index."""

@@ -80,6 +80,7 @@ class Requests:
         self.now = now
         self.first_id = 0
         self.columns = Columns()
+        self.cells = self.columns.cells
         self.tokens: dict[int, Tokens] = {}  # of requests that have any and have not been logged
         self.drafts: dict[int, IntArray] = {}  # tokens that were dropped last, until the request ends
         self.drafted: set[int] = set()  # those of which an engine has begun to say them again
@@ -123,7 +124,7 @@ class Requests:
     def _release(self, request_id: int) -> None:
         """A running request has left its worker: PARKED with its tokens, or PENDING without them."""
         row = request_id - self.first_id
-        cells = self.columns.cells
+        cells = self.cells
         self.running[cells.worker[row]].pop(request_id)
         if not cells.keep[row]:
             self._drop(request_id)
@@ -147,7 +148,7 @@ class Requests:
         c.keep[row], c.refreshing[row] = True, False
 
     def _wait(self, request_id: int, state: int) -> None:
-        row, cells = request_id - self.first_id, self.columns.cells
+        row, cells = request_id - self.first_id, self.cells
         cells.state[row], cells.worker[row] = state, -1
         self.waiting[request_id] = None
         self.waiting.move_to_end(request_id, last=False)  # it was admitted before what has not begun
@@ -155,7 +156,7 @@ class Requests:
     def _refresh(self, request_id: int) -> None:
         """Back to PENDING without tokens, same key; what runs, once its worker has let go of it."""
         row = request_id - self.first_id
-        cells = self.columns.cells
+        cells = self.cells
         if cells.state[row] == RUNNING:
             cells.keep[row], cells.refreshing[row] = False, True
             self._tell_to_stop(row)
@@ -168,9 +169,9 @@ class Requests:
         self._wait(request_id, PENDING)
 
     def _tell_to_stop(self, row: int) -> None:
-        ids, attempts = self.stops.setdefault(self.columns.cells.worker[row], ([], []))
+        ids, attempts = self.stops.setdefault(self.cells.worker[row], ([], []))
         ids.append(row + self.first_id)
-        attempts.append(self.columns.cells.attempt[row])
+        attempts.append(self.cells.attempt[row])
 
     def discard(self, ids: Sequence[int], reason: str) -> None:
         """Give requests up, whatever their state. Raises ValueError if one has ended."""

@@ -147,7 +147,7 @@ class SimulatedRuntime:
     def call_at(self, when: float, tick: Callable[[], list[Event]]) -> int:
         """Call `tick` at that time; what it returns arrives then. Returns the call's number (see `called`)."""
         number = next(self._order)
-        heappush(self._heap, (max(when, self.time), number, tick))
+        heappush(self._heap, (when if when > self.time else self.time, number, tick))
         return number
 
     def soon(self, call: Callable[[], None]) -> None:

@@ -37,6 +37,7 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 TWO_TO_64 = 2.0**64
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 LARGEST_UNIFORM = 1.0 - 2.0**-53  # so that log1p(-w) stays finite
 BLOCK = 1 << 17  # weights held at a time: 1 MiB
 
@@ -117,9 +118,7 @@ def request_key(
             break
         visit -= 1
     numbers = [int(number) for number in (seed, occurrence, sample_index, visit, attempt_key)]
-    return _hashed(
-        json.dumps([str(purpose), prompt_uid, *numbers], separators=(",", ":"))
-    )  # quoted: unambiguous
+    return _hashed(_encode([str(purpose), prompt_uid, *numbers]))  # quoted: unambiguous
 
 
 def request_keys(
@@ -129,13 +128,14 @@ def request_keys(
     if visit > 0 and refresh < 1.0:
         what = (seed, purpose, prompt_uid, occurrence)
         return [request_key(*what, i, visit, refresh=refresh) for i in range(samples)]
-    head = json.dumps([str(purpose), prompt_uid, int(seed), int(occurrence)], separators=(",", ":"))[:-1]
+    head = _encode([str(purpose), prompt_uid, int(seed), int(occurrence)])[:-1]
     begun, rest = _hash(head), f",{int(visit)},0]"
-    keys = []
+    digests = bytearray()
     for i in range(samples):
         key = begun.copy()
         key.update(f",{i}{rest}".encode())
-        keys.append(int.from_bytes(key.digest(), "little"))
+        digests += key.digest()
+    keys: list[int] = np.frombuffer(digests, "<u8").tolist()
     return keys
 
 

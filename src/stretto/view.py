@@ -113,23 +113,23 @@ class LedgerView:
 
     def group_of(self, request_id: int) -> int:
         """The group of a request."""
-        return self._ledger.columns.cells.group[request_id - self._ledger.first_id]
+        return self._ledger.cells.group[request_id - self._ledger.first_id]
 
     def state(self, request_id: int) -> State:
         """Where it stands. A refreshed request is RUNNING until its worker has let go of it."""
-        return STATES[self._ledger.columns.cells.state[self._row(request_id)]]
+        return STATES[self._ledger.cells.state[self._row(request_id)]]
 
     def length(self, request_id: int) -> int:
         """Tokens after the prompt, as far as they have been reported."""
-        return self._ledger.columns.cells.length[request_id - self._ledger.first_id]
+        return self._ledger.cells.length[request_id - self._ledger.first_id]
 
     def worker(self, request_id: int) -> int:
         """Where it runs, or ran last; -1: nowhere, or it waits."""
-        return self._ledger.columns.cells.worker[request_id - self._ledger.first_id]
+        return self._ledger.cells.worker[request_id - self._ledger.first_id]
 
     def first_version(self, request_id: int) -> int:
         """The oldest version among its tokens; -1: it has none."""
-        return self._ledger.columns.cells.first_version[request_id - self._ledger.first_id]
+        return self._ledger.cells.first_version[request_id - self._ledger.first_id]
 
     def visit(self, request_id: int) -> int:
         """How often its row had been admitted before."""
@@ -141,7 +141,7 @@ class LedgerView:
 
     def reward(self, request_id: int) -> float:
         """Of a SCORED one; nan without a usable reward."""
-        return self._ledger.columns.cells.reward[self._row(request_id)]
+        return self._ledger.cells.reward[self._row(request_id)]
 
     def reward_status(self, request_id: int) -> RewardStatus:
         """Why it has no usable reward, or "ok"."""
@@ -149,7 +149,7 @@ class LedgerView:
 
     def refreshes(self, request_id: int) -> int:
         """How often its tokens were dropped."""
-        return self._ledger.columns.cells.refreshes[request_id - self._ledger.first_id]
+        return self._ledger.cells.refreshes[request_id - self._ledger.first_id]
 
     def has_draft(self, request_id: int) -> bool:
         """Whether dropped tokens of it will be its draft."""

@@ -40,11 +40,11 @@ def attempt_not_counted(patch: Patch) -> None:
 def old_attempts_accepted(patch: Patch) -> None:
     """Events of earlier attempts count."""
 
-    def is_at(self: Ledger, request_id: int, state: int, attempt: int) -> bool:
+    def row_at(self: Ledger, request_id: int, state: int, attempt: int) -> int:
         row = request_id - self.first_id
-        return 0 <= row < self.columns.size and self.columns.state.item(row) == state
+        return row if 0 <= row < self.columns.size and self.columns.state.item(row) == state else -1
 
-    patch.setattr(Ledger, "_is_at", is_at)
+    patch.setattr(Ledger, "_row_at", row_at)
 
 
 def gate_off_by_one(patch: Patch) -> None:

@@ -125,11 +125,13 @@ class Decoding:
     def _aim(self) -> float:
         """Plan to go on until a response ends, or memory is full; returns when that will be. Something must run."""
         cost, running = self.cost, len(self._running)
-        steps = max(1, (self._ends[0] >> ORDER_BITS) - self._step)
+        steps = (self._ends[0] >> ORDER_BITS) - self._step
         if self.kv_tokens is not None and running > 1:
             room = int((self.kv_tokens - self._context) / self._rate)
             if room < steps:
-                steps = max(1, room)
+                steps = room
+        if steps < 1:
+            steps = 1
         self._target = self._step + steps
         first = cost.base + cost.per_token * (running + self._drafted) + cost.per_context * self._context
         growth = cost.per_context * self._rate
@@ -191,19 +193,18 @@ class Decoding:
                 self._prefill(prompt + response.held)
             if not response.limit:
                 self._decide(response)
-            if response.held < response.limit:
-                response.held += 1  # the first step's
+            held, limit, speed = response.held, response.limit, response.speed
+            if held < limit:
+                response.held = held = held + 1  # the first step's
             response.extra = self._extra - before
             self._groups[group] = siblings + 1
-            speed, held = response.speed, response.held
             response.entered = entered = self._step + response.late
             response.slot = free.pop()
             response.since = self._boundary
             self._context += prompt + held - response.late * speed
             self._rate += speed
             self._drafted += response.nodes
-            left = response.limit - held
-            last = entered + 1 + (left if speed == 1.0 else ceil(left / speed - 1e-9))
+            last = entered + 1 + (limit - held if speed == 1.0 else ceil((limit - held) / speed - 1e-9))
             self._entries = entries = self._entries + 1
             response.end = end = last << ORDER_BITS | entries
             self._running[end] = response
@@ -214,7 +215,8 @@ class Decoding:
         request = response.request
         whole, most = self.length(request), request.sampling.max_new_tokens
         limit, response.reason = (whole, STOP) if whole <= most else (most, LENGTH)
-        response.limit = max(response.held, limit)  # it may have been stopped with its last token
+        held = response.held
+        response.limit = limit if limit > held else held  # it may have been stopped with its last token
         if self.speed is not None:
             response.speed = self.speed(request)
         if self.nodes is not None:
@@ -290,8 +292,8 @@ class Decoding:
         """Note the tokens that are not told yet."""
         step, reports = self._step, self._reports
         for response in responses:
-            tokens = response.tokens(step)
-            if tokens > response.reported:
+            new = response.tokens(step) - response.reported
+            if new > 0:
                 request = response.request
-                reports.append((request.id, request.attempt, tokens - response.reported))
-                response.reported = tokens
+                reports.append((request.id, request.attempt, new))
+                response.reported += new

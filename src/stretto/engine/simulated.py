@@ -229,14 +229,13 @@ class SimulatedEngine(Decoding):
     def _settle(self) -> None:
         """Complete the step in hand, and account for those before."""
         now = self.runtime.time
-        if not self._running:
-            self._boundary = max(self._boundary, now)
-        elif now > self._boundary:
+        if now <= self._boundary:
+            return
+        if self._running:
             self._advance(self._steps_until(now))
-            self._boundary = max(
-                self._boundary, now
-            )  # but for rounding: the next command at this moment makes no step
-            self._release_due()
+        if now > self._boundary:  # but for rounding: the next command at this moment makes no step
+            self._boundary = now
+        self._release_due()
 
     def _go_on(self) -> None:
         """After something has changed: plan anew before time goes on."""
@@ -275,7 +274,7 @@ class SimulatedEngine(Decoding):
         if len(reports) <= FEW:
             told: list[Event] = [Leapt(worker, i, attempt, count, version) for i, attempt, count in reports]
             return told + events
-        ids, attempts, counts = np.array(reports, np.int64).T
+        ids, attempts, counts = (np.array(column, np.int64) for column in zip(*reports, strict=True))
         return [Progress(worker, ids, attempts, counts, version), *events]
 
     def _flush(self) -> None:

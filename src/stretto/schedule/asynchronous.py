@@ -63,7 +63,7 @@ class Async:
         decisions: list[Decision] = []
         if publish_cause(events) and (late := behind(view)):
             decisions.append(Publish(late, self.config.running))
-        dropped = self.zero_variance.useless(view, events)
+        dropped = self.zero_variance.useless(view, events) if self.zero_variance.drop else []
         if dropped:
             decisions.append(Discard(members_of(view, dropped), "zero_variance"))
         gone = sum(len(view.members(group)) for group in dropped) if dropped else 0
@@ -79,7 +79,7 @@ class Async:
         if updating and view.max_staleness == 0:
             return decisions  # what began before the update has ended could not be trained on
         waiting = len(view.waiting)
-        if not self.free.any or not (waiting or self._admissible(view, view.alive - gone, updating) > 0):
+        if not (waiting or self._admissible(view, view.alive - gone, updating) > 0):
             return decisions
         room = self.free.room(view)
         if not room:
@@ -119,8 +119,10 @@ class Async:
         """
         if self.order is not None:
             return fill(view, self.order.take(view, free, leaving), room)
-        first = islice(view.waiting, free)
-        return fill(view, [i for i in first if view.group_of(i) not in leaving] if leaving else first, room)
+        if leaving:
+            first = islice(view.waiting, free)
+            return fill(view, [i for i in first if view.group_of(i) not in leaving], room)
+        return fill(view, view.waiting, room)
 
     def _admit(self, view: LedgerView, free: int, alive: int, updating: bool) -> list[Admit]:
         """Groups for slots that would be free otherwise, as far as pacing and the concurrency limit let them in."""

@@ -161,11 +161,6 @@ class FreeSlots:
             self._workers.update(recent)
             self._changed.update(recent)
 
-    @property
-    def any(self) -> bool:
-        """Whether there may be room somewhere."""
-        return bool(self._workers)
-
     def room(self, view: LedgerView, newest: bool = False, enough: int | None = None) -> dict[int, int]:
         """Worker -> free slots, where there are some; `newest`: only of workers that have the newest weights. If
         `enough` have just become free, only these.
@@ -206,7 +201,9 @@ def fill(view: LedgerView, ids: Iterable[int], room: dict[int, int], limit: int 
     their prompt is then computed once.
     """
     total = sum(room.values())
-    chosen = list(islice(ids, total if limit is None else max(0, min(total, limit))))
+    if limit is not None:
+        total = max(0, min(total, limit))
+    chosen = list(islice(ids, total))
     if not chosen:
         return []
     if len(room) == 1:

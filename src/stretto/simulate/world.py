@@ -182,8 +182,9 @@ class SimulatedWorld:
     def _redrawn_length(self, request: Request) -> int:
         """As often as it was dropped, so often has it another key."""
         drops = self.ledger.view.refreshes(request.id)
-        key = mixed(request.key, REDRAWN + drops) if drops else request.key
-        return self.workload.length(request.group, key)
+        if not drops:
+            return self._length(request)
+        return self.workload.length(request.group, mixed(request.key, REDRAWN + drops))
 
     def _length(self, request: Request) -> int:
         if request.id >= len(self._lengths):
@@ -220,12 +221,7 @@ class SimulatedWorld:
     def _score(self, request: Request) -> float:
         """Of a response that has just ended: what takes no time comes in the same turn of the controller's loop."""
         self.ended += 1
-        return self._reward(request.id)
-
-    def _reward(self, request_id: int) -> float:
-        if request_id >= len(self._rewards):
-            self._foresee()
-        return self._rewards[request_id]
+        return self._rewards[request.id]  # foreseen with its length
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Rewards that take their time."""
@@ -235,8 +231,7 @@ class SimulatedWorld:
         scored: list[Event] = []
         self.ended += len(rollouts)
         for rollout in rollouts:
-            reward = self._reward(rollout.request_id)
-            event = Scored(rollout.request_id, rollout.attempt, reward)
+            event = Scored(rollout.request_id, rollout.attempt, self._rewards[rollout.request_id])
             if sigma:
                 z = NORMAL.inv_cdf(uniform(rollout.key, 4))
                 self.runtime.post(event, mean * exp(sigma * z - 0.5 * sigma * sigma))
