@@ -10,7 +10,7 @@ import pytest
 
 from stretto.config import load_config
 from stretto.config.checks import warnings
-from stretto.config.vllm import FIXED, OWNED
+from stretto.config.vllm import FIXED, ONLY, OWNED
 from stretto.engine.vllm_arguments import check_version
 from stretto.errors import StrettoError
 from stretto.trainer import Trainer
@@ -36,6 +36,25 @@ from stretto.trainer import Trainer
             r"engine\.vllm\.gpu_memory_utilization = 'half': expected",
         ),
         ({"engine.vllm.gpu_memory_utilization": 40}, "above 0 and at most 1"),
+        ({"engine.vllm.spec_tokens": 4}, r"spec_tokens: this is set by draft\.max_nodes"),
+        ({"engine.vllm.model_weights": "x"}, r"model_weights: this is set by model\.path"),
+        ({"engine.vllm.stream_interval": 4}, "cannot be chosen"),
+        ({"engine.vllm.hf_overrides": {"vocab_size": 7}}, "cannot be chosen"),
+        (
+            {"engine.vllm.load_format": "dummy"},
+            r"engine\.vllm\.load_format = \'dummy\': .* weights that vLLM loads.*; choose from: auto, fast",
+        ),
+        ({"engine.vllm.load_format": "sharded_state"}, "those of model.path"),
+        ({"engine.vllm.load_format": "safetensor"}, 'did you mean "safetensors"'),
+        ({"engine.vllm.load_format": ["dummy"]}, r"load_format = \['dummy'\].*use 'auto'"),
+        (
+            {"engine.vllm.runner": "pooling"},
+            r"engine\.vllm\.runner = 'pooling': Stretto has vLLM generate; choose from: auto",
+        ),
+        (
+            {"engine.vllm.convert": "embed"},
+            r"engine\.vllm\.convert = 'embed': .* does not; choose from: auto, none",
+        ),
         ({"model.dtype": "float64"}, 'use "float32"'),
         ({"fleet.weights": "shared"}, 'use "auto"'),
         ({"reuse.kind": "prefix"}, r'use "noise" or "none"'),
@@ -50,6 +69,13 @@ def test_arguments_go_through_by_their_names() -> None:
     config = load_config("demo", ["--engine.kind", "vllm", "--engine.vllm.tensor_parallel_size", "2"])
     assert config.engine.vllm == {"tensor_parallel_size": 2}
     assert not OWNED.keys() & set(FIXED)
+
+
+@pytest.mark.parametrize(("name", "values"), [(name, values) for name, (values, _) in ONLY.items()])
+def test_values_that_leave_vllm_what_it_is_go_through(name: str, values: tuple[str, ...]) -> None:
+    for value in values:
+        given = load_config("demo", {"engine.kind": "vllm", f"engine.vllm.{name}": value})
+        assert given.engine.vllm == {name: value}
 
 
 def test_what_is_not_promised_is_said() -> None:
