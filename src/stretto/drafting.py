@@ -43,7 +43,8 @@ def with_step_ms(config: Config, model: PreTrainedModel, max_model_len: int, rep
         reporter.message("responses are too short to measure the engine's steps: nothing is drafted")
         nothing = DraftConfig(budget="none")  # beside which sources and the like stand at their defaults
         update: dict[str, object] = {
-            name: getattr(nothing, name) for name in ("budget", "nodes", "sources", "noise_aware")
+            name: getattr(nothing, name)
+            for name in ("budget", "nodes", "max_nodes", "sources", "noise_aware")
         }
     else:
         update = {"step_ms": found}

@@ -23,6 +23,13 @@ SET: dict[str, tuple[Any, dict[str, Any]]] = {
     "draft.aimd": ("multiplicative", {}),
     "draft.sources": (["history"], {"draft.budget": "none"}),
     "draft.noise_aware": (False, {"draft.budget": "none"}),
+    "draft.max_nodes": (12, {"draft.budget": "none"}),
+    "eval.every": (5, {"eval.enabled": False}),
+    "eval.split": ("held_out", {"eval.enabled": False}),
+    "eval.path": ("/rows.jsonl", {"eval.enabled": False}),
+    "eval.limit": (7, {"eval.enabled": False}),
+    "eval.samples": (3, {"eval.enabled": False}),
+    "eval.temperature": (0.5, {"eval.enabled": False}),
     "fleet.restarts": (0, {}),
     "fleet.patience": (5.0, {}),
     "fleet.address": ("auto", {"fleet.kind": "processes"}),
@@ -92,6 +99,29 @@ def test_workers_set_apart_must_be_there(kind: str, knob: str) -> None:
     load_config("demo", {**fleet, f"schedule.{knob}": 2})
     with pytest.raises(StrettoError, match=rf"schedule\.{knob} = 3, but fleet\.workers = 2; use at most 2"):
         load_config("demo", {**fleet, f"schedule.{knob}": 3})
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"kind": "synchronous"},
+        {"kind": "divided"},
+        {"kind": "async", "off_policy_strategy": "drop"},
+        {"kind": "async", "off_policy_strategy": "paced"},
+        {"kind": "sorted", "max_staleness": None},
+    ],
+)
+def test_dropped_tokens_are_no_only_source_where_none_are_dropped(schedule: dict[str, Any]) -> None:
+    how = {f"schedule.{key}": value for key, value in schedule.items()}
+    with pytest.raises(StrettoError, match=r'draft\.sources = \["dropped"\] does nothing with schedule\.'):
+        load_config("demo", {**how, "draft.sources": ["dropped"]})
+    load_config("demo", {**how, "draft.sources": ["dropped", "prompt"]})
+
+
+@pytest.mark.parametrize("kind", ["async", "sorted", "tail_batching", "stream"])
+def test_dropped_tokens_may_be_the_only_source_where_some_are(kind: str) -> None:
+    config = load_config("demo", {"schedule.kind": kind, "draft.sources": ["dropped"]})
+    assert config.draft.sources == ["dropped"]
 
 
 RECOMPUTED: tuple[dict[str, Any], ...] = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stretto.config import idle, vllm
+from stretto.config.idle import OFF_POLICY
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ def draft(config: DraftConfig) -> None:
         )
 
 
-OFF_POLICY = ("async", "sorted", "histopipe", "concurrency", "elastic")
 USED_BY: dict[str, tuple[str, ...]] = {
     "unit": ("synchronous", "async", "sorted", "concurrency"),
     "max_staleness": OFF_POLICY,

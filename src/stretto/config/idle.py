@@ -21,10 +21,17 @@ USED_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
     "draft.aimd": ("draft.budget", ("aimd",)),
     "draft.sources": ("draft.budget", DRAFTING),
     "draft.noise_aware": ("draft.budget", DRAFTING),
+    "draft.max_nodes": ("draft.budget", DRAFTING),
     "fleet.restarts": ("fleet.kind", ("processes", "ray")),
     "fleet.patience": ("fleet.kind", ("processes", "ray")),
     "fleet.address": ("fleet.kind", ("ray",)),
     "fleet.gpus": ("fleet.kind", ("ray",)),
+    "eval.every": ("eval.enabled", (True,)),
+    "eval.split": ("eval.enabled", (True,)),
+    "eval.path": ("eval.enabled", (True,)),
+    "eval.limit": ("eval.enabled", (True,)),
+    "eval.samples": ("eval.enabled", (True,)),
+    "eval.temperature": ("eval.enabled", (True,)),
     "schedule.outlier_quantile": ("schedule.outlier", ("migrate", "defer")),
     "schedule.outlier_factor": ("schedule.outlier", ("migrate", "defer")),
     "schedule.outlier_share": ("schedule.outlier", ("migrate", "defer")),
@@ -34,6 +41,10 @@ USED_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
 """Keys that do something only with certain values of another key of their section."""
 RATIO = {"clip_low": False, "clip_high": False, "importance_cap": True}
 """Keys of `learner`, and whether they are for log-probs that the learner recomputes or for the engine's."""
+ENDS_WHAT_IT_BEGINS = ("synchronous", "divided")
+"""Kinds of schedules in which no response loses its tokens to begin again."""
+OFF_POLICY = ("async", "sorted", "histopipe", "concurrency", "elastic")
+"""Kinds in which staleness has the bound that is set, or none."""
 OWN_WORKERS = {"stream": "long_workers", "elastic": "local_workers"}
 
 
@@ -76,6 +87,25 @@ def _ratio(config: Config) -> None:
             )
 
 
+def _dropped(config: Config) -> None:
+    """Raises StrettoError where all that would be drafted is dropped tokens, and none ever are."""
+    draft, schedule = config.draft, config.schedule
+    if draft.budget == "none" or draft.sources != ["dropped"]:
+        return
+    by = f"schedule.kind = {_toml(schedule.kind)}"
+    if schedule.kind not in ENDS_WHAT_IT_BEGINS:
+        if schedule.off_policy_strategy in ("drop", "paced"):
+            by = f"schedule.off_policy_strategy = {_toml(schedule.off_policy_strategy)}"
+        elif schedule.kind in OFF_POLICY and schedule.max_staleness is None:
+            by = 'schedule.max_staleness = "none"'
+        else:
+            return
+    raise StrettoError(
+        f'draft.sources = ["dropped"] does nothing with {by}: no response ever begins again, so nothing would be '
+        'drafted; name other sources, such as "history", or set draft.budget = "none"'
+    )
+
+
 def _toml(value: object) -> str:
     return "none" if value is None else json.dumps(value)
 
@@ -94,5 +124,6 @@ def run(config: Config) -> None:
     for name in dict.fromkeys(key.partition(".")[0] for key in USED_WITH):
         section(getattr(config, name), name)
     _ratio(config)
+    _dropped(config)
     if said := too_many_workers(config.schedule, config.fleet.workers, "fleet.workers"):
         raise StrettoError(f"schedule.{said}")
