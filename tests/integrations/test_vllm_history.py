@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import math
 import subprocess
@@ -27,8 +26,8 @@ from stretto.integrations.vllm_history import (
     MOST_WAITING,
     REST,
     OnlineHistory,
-    Rewards,
 )
+from stretto.integrations.vllm_rewards import Rewards
 from stretto.records import Rollout, prompt_uid
 
 OURS = {"format": 1, "vocabulary": 1000, "tokenizer": None}
@@ -173,7 +172,7 @@ class TestRewards:
     def test_of_more_prompts_than_are_remembered_unmatched_none_is_lost(
         self, file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("stretto.integrations.vllm_history.MOST_REWARDS", 10)
+        monkeypatch.setattr("stretto.integrations.vllm_rewards.MOST_REWARDS", 10)
         life = Life(Rewards(file))
         for i in range(100):
             life.say([i, 5], prompt=[i, 0])
@@ -214,7 +213,7 @@ class TestRewards:
     def test_of_no_response_do_not_pile_up(
         self, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("stretto.integrations.vllm_history.MOST_REWARDS", 10)
+        monkeypatch.setattr("stretto.integrations.vllm_rewards.MOST_REWARDS", 10)
         heard = Rewards(file)
         life = Life(heard)
         for _ in range(2):
@@ -348,17 +347,6 @@ class TestFolder:
                 folder._write()
             folder.close()
         assert len([r for r in caplog.records if "not kept" in r.getMessage()]) == 1
-
-
-def test_reported_rewards_are_lines(tmp_path: Path) -> None:
-    """Many at once are what one by one would be."""
-    one, many = tmp_path / "one", tmp_path / "many"
-    graded = [(PROMPT, [3, 4], 1.0), (PROMPT, [5], -1.0)]
-    for prompt, response, value in graded:
-        reward(one, prompt, response, value)
-    rewards(many, graded)
-    assert one.read_bytes() == many.read_bytes()
-    assert [json.loads(line)["reward"] for line in one.read_text().splitlines()] == [1.0, -1.0]
 
 
 def test_of_a_composite_model_the_language_parts_stop_token_is_known() -> None:

@@ -28,8 +28,8 @@ from stretto.history.index import GIBIBYTE, HistoryIndex
 from stretto.integrations.vllm_cost import StepTimes
 from stretto.integrations.vllm_fixes import install
 from stretto.integrations.vllm_folder import HistoryFolder, fingerprint, read_run
-from stretto.integrations.vllm_history import Graded, Rewards, append_rewards
 from stretto.integrations.vllm_memory import Memory
+from stretto.integrations.vllm_rewards import Graded, Rewards, append_rewards
 from stretto.integrations.vllm_rows import New, Rows, Step, TokenArray
 from stretto.integrations.vllm_settings import read_settings
 from stretto.records import Request, SamplingParams, prompt_uid

@@ -8,25 +8,19 @@ the batch. After a stop token it has ended; others may have been preempted, and 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from stretto.atomic import append_lines
-from stretto.draft import MAX_NODES
-from stretto.errors import StrettoError
+from stretto.integrations.vllm_rewards import Rewards
 from stretto.integrations.vllm_rows import TokenArray
-from stretto.records import IntArray, Prompt, Rollout, State, prompt_uid
+from stretto.records import Prompt, Rollout, State
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +28,6 @@ VISIT = 8  # responses, at least, and after
 LARGEST_VISIT = 64  # of them the next one begins, whatever is in flight
 MOST_WAITING = 64  # responses of one prompt that wait for rewards; beyond, the VISIT oldest wait no longer
 MOST_PROMPTS = 1 << 16  # whose visits are told apart
-MOST_REWARDS = 1 << 14  # prompts with rewards that no response was found for yet,
-MOST_REWARDS_EACH = 2 * MOST_WAITING  # and of these rewards for each
 REST = 1024  # steps that a response which ended at no stop token waits for more of it
 LISTEN = 16  # responses that end between two looks for new rewards
 AT_ONCE = 2  # prompts whose rewards are given to their responses in one step
@@ -237,133 +229,3 @@ def _rollout(uid: str, serial: int, response: _Response) -> Rollout:
         reward=response.reward,
         outcome=State.FINISHED,
     )
-
-
-def _hash(token_ids: IntArray | TokenArray) -> str:
-    return blake2b(token_ids.astype("<i8").tobytes(), digest_size=16).hexdigest()
-
-
-class Graded(NamedTuple):
-    """A response and its reward."""
-
-    prompt_ids: IntArray  # (P,)
-    token_ids: IntArray  # (N,)
-    reward: float
-
-
-def append_rewards(path: Path, graded: Iterable[Graded]) -> None:
-    """Report responses' rewards to the drafters that read the file `path`, in whatever process they are.
-
-    A line for each is appended, all in one write. Raises StrettoError if the disk refuses.
-    """
-    rows = [
-        {
-            "prompt": prompt_uid(one.prompt_ids),
-            "tokens": one.token_ids.size,
-            "response": _hash(one.token_ids),
-            "reward": float(one.reward),
-        }
-        for one in graded
-    ]
-    append_lines(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-
-
-class _Reward(NamedTuple):
-    tokens: int
-    response: str  # hash
-    value: float
-
-
-class Rewards:
-    """The rewards that are appended to a file from now on."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises StrettoError where there is a folder, or no folder to put a file in."""
-        if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder" if path.is_dir() else f"cannot be a file: there is no folder {path.parent}"
-            raise StrettoError(f"rewards: {path} {what}; name the file that rewards are appended to")
-        self.path = path
-        self._at = path.stat().st_size if path.exists() else 0
-        self._rest = b""  # of a line that is not whole yet
-        self._known: OrderedDict[str, list[_Reward]] = OrderedDict()  # by prompt uid; of no response so far
-        self._said = self._lost = False
-
-    def take(self, uid: str, token_ids: TokenArray) -> float:
-        """The reward of a response to the prompt `uid`, which is then no more known; nan where none was reported.
-
-        vLLM's rows hold what was accepted behind a limit of new tokens too: the response may be shorter, by no more
-        than is drafted.
-        """
-        known = self._known.get(uid, [])
-        for reward in known:
-            behind = token_ids.size - reward.tokens
-            if 0 <= behind <= MAX_NODES and reward.response == _hash(token_ids[: reward.tokens]):
-                known.remove(reward)
-                if not known:
-                    del self._known[uid]
-                return reward.value
-        return math.nan
-
-    def read(self) -> list[str]:
-        """Take in what was appended since, and whose it is: prompts' uids, each once.
-
-        Lines that are no rewards are said once and skipped.
-        """
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._at:  # another file by now
-                    self._at, self._rest = 0, b""
-                file.seek(self._at)
-                new = file.read()
-        except OSError:
-            return []  # nothing was reported yet
-        self._at += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        heard: dict[str, None] = {}
-        for row in self._parsed(lines):
-            try:
-                reward = _Reward(int(row["tokens"]), str(row["response"]), float(row["reward"]))
-                uid = str(row["prompt"])
-            except (ValueError, TypeError, KeyError):
-                self._say(row)
-                continue
-            known = self._known.setdefault(uid, [])
-            known.append(reward)
-            self._lose(len(known) - MOST_REWARDS_EACH)
-            del known[:-MOST_REWARDS_EACH]
-            heard.setdefault(uid)
-        return list(heard)
-
-    def _parsed(self, lines: list[bytes]) -> list[Any]:
-        """What is in the lines, as one JSON text if it is one: line by line takes ten times as long."""
-        try:
-            return list(json.loads(b"[" + b",".join(lines) + b"]"))
-        except ValueError:
-            rows = []
-            for line in lines:
-                try:
-                    rows.append(json.loads(line))
-                except ValueError:
-                    self._say(line[:80])
-            return rows
-
-    def _say(self, what: object) -> None:
-        if not self._said:
-            logger.warning("%s: no reward: %r; such lines are skipped", self.path, what)
-            self._said = True
-
-    def _lose(self, count: int) -> None:
-        if count > 0 and not self._lost:
-            logger.warning(
-                "%s: rewards for which no response waits are forgotten: they came too late, or their token ids are not "
-                "those that vLLM returned",
-                self.path,
-            )
-            self._lost = True
-
-    def trim(self, keep: Collection[str]) -> None:
-        """Forget the oldest rewards that no response was found for, where they are too many; none of `keep`'s."""
-        if (excess := len(self._known) - len(keep) - MOST_REWARDS) > 0:
-            self._lose(excess)
-            for uid in list(islice((uid for uid in self._known if uid not in keep), excess)):
-                del self._known[uid]

@@ -13,7 +13,8 @@ import numpy as np
 
 from stretto.draft.drafter import HistoryDrafter
 from stretto.integrations.vllm_folder import HistoryFolder
-from stretto.integrations.vllm_history import OnlineHistory, Rewards
+from stretto.integrations.vllm_history import OnlineHistory
+from stretto.integrations.vllm_rewards import Rewards
 from stretto.integrations.vllm_rows import Left, New, Rows
 from stretto.records import Rollout, prompt_uid
 
@@ -31,7 +32,7 @@ class Memory:
         most_bytes: int,
     ) -> None:
         """The last three as `OnlineHistory` has them."""
-        self._rows, self._folder = rows, folder
+        self._rows, self._folder, self._rewards = rows, folder, rewards
         self._drafter: HistoryDrafter | None = drafter
         self._uids = [""] * rows.length.size  # by slot
         self._history: OnlineHistory | None = OnlineHistory(self._remember, rewards, first_visit, most_bytes)
@@ -80,6 +81,8 @@ class Memory:
             if self._folder is not None:
                 self._folder.close()
                 self._folder = None
+            if self._rewards is not None:
+                self._rewards.close()
             if self._at_exit is not None:
                 self._at_exit.cancel()
 
