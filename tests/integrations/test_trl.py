@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -225,6 +226,39 @@ class TestRewards:
         assert rollout.rewards(right).__name__ == "right"
         with pytest.raises(StrettoError, match="called before"):
             rollout.rewards([brief])
+
+    @pytest.mark.parametrize("none", [(right, brief), {"right": right}, [right, None], 1.0])
+    def test_of_what_is_no_function_are_refused(self, none: Any) -> None:
+        rollout = HistoryRollout()
+        with pytest.raises(StrettoError, match="is no reward function; give it one, or a list"):
+            rollout.rewards(none)
+        assert rollout.rewards([right])
+
+    def test_of_completions_that_no_function_has_an_opinion_on_are_unknown(self, tmp_path: Path) -> None:
+        def silent(completions: list[str], **columns: Any) -> list[float | None]:
+            return [None] * len(completions)
+
+        def generated(completions: list[str], **columns: Any) -> Any:
+            return (None if i < 8 else 0.5 for i in range(len(completions)))
+
+        settings = DRAFTED | {"history.weight": "reward"}
+        rollout = HistoryRollout(settings, history_dir=tmp_path / "history")
+        ran = run(tmp_path, rollout, rewards=lambda _: rollout.rewards([silent, generated]), max_steps=3)
+        assert len(ran.logged("reward")) == 3
+        from stretto.history.log import read_rollouts
+
+        for path in sorted((tmp_path / "history").glob("*.parquet")):
+            kept = [r.reward for r in read_rollouts(path)]
+            assert kept == pytest.approx([math.nan] * 8 + [0.5] * 8, nan_ok=True)
+
+    @pytest.mark.parametrize(("wrong", "said"), [(None, "not iterable"), ([1.0], "returned 1 rewards")])
+    def test_of_a_function_that_gives_no_rewards_the_trainer_speaks(
+        self, wrong: Any, said: str, tmp_path: Path
+    ) -> None:
+        rollout = HistoryRollout(DRAFTED)
+        ran = prepare(tmp_path, rollout, rewards=lambda _: rollout.rewards(lambda completions, **_: wrong))
+        with pytest.raises((TypeError, ValueError), match=said):
+            ran.trainer.train()
 
 
 class _Stop(TrainerCallback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,13 @@ from torch import nn
 from stretto.errors import StrettoError
 from stretto.records import Rollout
 
-Values = Sequence[float | None]
-
 
 class RewardWatch:
     """Keeps what the watched functions say about the completions that are expected to be graded next."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}  # of the functions, by their place in the trainer's list
-        self._values: dict[int, Values] = {}
+        self._values: dict[int, Any] = {}
         self._expected = 0  # completions; 0: what is graded now is not for the history
         self._complete: Callable[[], None] = _nothing
 
@@ -37,7 +35,14 @@ class RewardWatch:
                 "HistoryRollout.rewards was called before: give it all reward functions together"
             )
         several = isinstance(reward_funcs, list)
-        watched = [self._watched(i, f) for i, f in enumerate(reward_funcs if several else [reward_funcs])]
+        functions = reward_funcs if several else [reward_funcs]
+        for func in functions:
+            if not (callable(func) or isinstance(func, str)):
+                raise StrettoError(
+                    f"HistoryRollout.rewards: {type(func).__name__} is no reward function; give it one, or a list of "
+                    "them, as GRPOTrainer takes them"
+                )
+        watched = [self._watched(i, func) for i, func in enumerate(functions)]
         if not self._names:
             raise StrettoError(
                 "HistoryRollout.rewards: none of these is a function that could be listened to"
@@ -68,14 +73,10 @@ class RewardWatch:
         self._names[index] = name = getattr(inner, "__name__", type(inner).__name__)
 
         async def awaited(*args: Any, **columns: Any) -> Any:
-            values = await func(*args, **columns)
-            self._note(index, values)
-            return values
+            return self._noted(index, await func(*args, **columns))
 
         def called(*args: Any, **columns: Any) -> Any:
-            values = func(*args, **columns)
-            self._note(index, values)
-            return values
+            return self._noted(index, func(*args, **columns))
 
         # As TRL finds out whether it has to await what a function returns.
         waits = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(inner.__call__)
@@ -83,12 +84,15 @@ class RewardWatch:
         reward.__name__ = reward.__qualname__ = name
         return reward
 
-    def _note(self, index: int, values: Values) -> None:
-        if len(values) != self._expected:
-            return
-        self._values[index] = values
-        if len(self._values) == len(self._names):
-            self._complete()
+    def _noted(self, index: int, values: Any) -> Any:
+        """What a function returned; that it is no list of so many rewards, the trainer says in its own words."""
+        if isinstance(values, Iterator):  # which can be gone through once
+            values = list(values)
+        if isinstance(values, Sized) and len(values) == self._expected:
+            self._values[index] = values
+            if len(self._values) == len(self._names):
+                self._complete()
+        return values
 
 
 def _nothing() -> None:
