@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from stretto import spawn
-from stretto.spawn import ProcessLost, SpawnedProcess
+from stretto.spawn import LAST_CHARACTERS, ProcessLost, SpawnedProcess, last_words
 
 
 def test_one_that_cannot_be_killed_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,4 +26,23 @@ def test_one_that_cannot_be_killed_is_not_waited_for_for_ever(monkeypatch: pytes
 def test_what_does_not_come_is_waited_for_so_long() -> None:
     process = SpawnedProcess("stretto.fleet.serve", lambda line: None)
     assert process.receive(0.1) is None
+    process.close()
+
+
+def test_last_words_are_the_last_lines_and_not_many() -> None:
+    assert last_words(b"") == last_words(b" \n\n") == ""
+    assert last_words(b"goodbye") == "; its last words: goodbye"
+    assert (
+        last_words(b"1\n2\nFatal error:\n\n  bad alloc\nAborted\n")
+        == "; its last words: Fatal error: / bad alloc / Aborted"
+    )
+    said = last_words(b"x" * 5000 + b"y\xff")
+    assert len(said) < LAST_CHARACTERS + 30
+    assert said.endswith("xy\ufffd")
+
+
+def test_one_that_dies_says_why_in_its_last_words() -> None:
+    process = SpawnedProcess("stretto.no_such_module", lambda line: None)
+    with pytest.raises(ProcessLost, match=r"exit code 1; its last words: .*No module named .*no_such_module"):
+        process.receive(60.0)
     process.close()

@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 
 HEADER = 8  # bytes of a frame's length
 TAIL = 4096  # bytes of a process's output that are kept for messages
+LAST_LINES = 3  # of it that a message has,
+LAST_CHARACTERS = 400  # and of these together
 PATIENCE = 60.0  # seconds in which a process must take what it is sent
 GONE = 5.0  # seconds that a killed process is waited for
 PR_SET_PDEATHSIG = 1
@@ -37,6 +39,13 @@ class ProcessLost(Exception):
 
 def pack(payload: bytes) -> bytes:
     return len(payload).to_bytes(HEADER, "big") + payload
+
+
+def last_words(printed: bytes) -> str:
+    """The last lines of what a process has printed, to go on a sentence about its end; empty if it has said nothing."""
+    lines = [line.strip() for line in printed.decode(errors="replace").splitlines()]
+    said = " / ".join([line for line in lines if line][-LAST_LINES:])
+    return f"; its last words: {said[-LAST_CHARACTERS:]}" if said else ""
 
 
 class SpawnedProcess:
@@ -142,7 +151,7 @@ class SpawnedProcess:
             self._show(line.decode(errors="replace"))
 
     def _describe_end(self) -> str:
-        """How it ended, with the last line that it printed; waits for it, briefly."""
+        """How it ended, with the last lines that it printed; waits for it, briefly."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         code = self.process.poll()
@@ -150,8 +159,7 @@ class SpawnedProcess:
             return "closed its channel"
         self._drain()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        said = self._tail.decode(errors="replace").strip().rpartition("\n")[2]
-        return how + (f"; its last words: {said[:200]}" if said else "")
+        return how + last_words(self._tail)
 
     def _drain(self) -> None:
         """Read what output is waiting, at most a pipe full."""

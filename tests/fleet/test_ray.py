@@ -29,7 +29,7 @@ from stretto.schedule import make_schedule  # noqa: E402
 from stretto.spawn import ProcessLost  # noqa: E402
 from stretto.weights import WeightsRef  # noqa: E402
 from tests.fleet.test_process import AnswerAll, World, build_tiny, past, wait_until  # noqa: E402
-from tests.fleet.toy import Fault, alive, build_remembering, request, response, toy  # noqa: E402
+from tests.fleet.toy import Fault, alive, build_and_die, build_remembering, request, response, toy  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 
 KILLS = 3
@@ -145,7 +145,9 @@ def test_a_process_that_cannot_begin_ends_and_is_not_waited_for() -> None:
         for _ in range(300):
             assert rank.receive(0.2) is None
 
-    with pytest.raises(ProcessLost):
+    with pytest.raises(
+        ProcessLost, match=r"^has failed: ModuleNotFoundError: No module named .*no_such_module"
+    ):
         hear()
     rank.close()
     places.close()
@@ -302,11 +304,36 @@ def test_ray_reasons_are_short_and_name_memory() -> None:
     assert how_it_ended(ray.exceptions.RayActorError()).startswith("was lost; Ray says: ")
 
 
+def test_an_actor_that_cannot_be_made_says_why() -> None:
+    @ray.remote
+    class Broken:
+        def __init__(self) -> None:
+            raise ModuleNotFoundError("No module named 'stretto'")
+
+        def there(self) -> None: ...
+
+    with pytest.raises(ray.exceptions.RayError) as caught:
+        ray.get(Broken.remote().there.remote())
+    assert how_it_ended(caught.value) == "has failed: ModuleNotFoundError: No module named 'stretto'"
+
+
+def test_the_last_words_of_a_lost_worker_are_said() -> None:
+    with (
+        fleet_of(build_and_die, AnswerAll(), workers=1, restarts=0) as fleet,
+        pytest.raises(
+            StrettoError, match=r"no worker is left.* Ray says: .*; its last words: .*dying of this"
+        ),
+    ):
+        fleet.wait_until_ready()
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [
         ("ray://127.0.0.1:9", r'fleet.address = "ray://127.0.0.1:9": nobody answers there'),
         ("127.0.0.1:9", r'fleet.address = "127.0.0.1:9": nobody answers there'),
+        ("127.0.0.1:70000", r'fleet.address = "127.0.0.1:70000" is no address of a Ray cluster'),
+        (f"{'a' * 70}.org:6379", "nobody answers there"),
         ("here", r'fleet.address = "here" is no address of a Ray cluster; use "auto"'),
     ],
 )

@@ -196,3 +196,13 @@ def trainer_to_be_killed(folder: str) -> None:
     sys.stdout.write(" ".join(str(worker.process.pid) for worker in fleet._workers.values()) + "\n")
     sys.stdout.flush()
     time.sleep(600)
+
+
+def build_and_die(worker: int) -> Any:
+    """Of something that it says."""
+    sys.stderr.write(f"worker {worker} is dying of this\n")
+    sys.stderr.flush()
+    time.sleep(
+        1.0
+    )  # so that Ray's driver knows by then where it was, as with a model that takes a while to load
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -27,6 +27,7 @@ from stretto.fleet.process import SERVER
 from stretto.fleet.ray_worker import RayWorker, as_arrays
 from stretto.fleet.workers import WorkerFleet
 from stretto.records import Event
+from stretto.spawn import TAIL, last_words
 from stretto.weights import WeightsRef
 
 LONGEST = 5.0  # seconds that a call for replies stays open
@@ -152,7 +153,7 @@ class RayChannel:
         self._take = self._actor.take.options(concurrency_group="take")
         self._say = self._actor.replies.options(concurrency_group="replies")
         self._where = self._actor.where.remote()
-        self.pid, self._node, self._address = 0, "", ""
+        self.pid, self._node, self._address, self._errors = 0, "", "", ""
         self._numbers = itertools.count()
         self._sending = threading.Lock()
         self._call: Any = None  # for replies
@@ -183,7 +184,7 @@ class RayChannel:
         try:
             while not self._replies:
                 if not self.pid and ray.wait([self._where], timeout=0)[0]:
-                    self.pid, self._node, self._address = ray.get(self._where)
+                    self.pid, self._node, self._address, self._errors = ray.get(self._where)
                 if self._call is None:
                     self._call = self._say.remote(LONGEST)
                 if not ray.wait([self._call], timeout=within)[0]:
@@ -192,11 +193,21 @@ class RayChannel:
                 call, self._call = self._call, self._say.remote(LONGEST)
                 self._replies += ray.get(call)
                 if not self.pid:  # who has answered is there: who is killed from now on, is so by this number
-                    self.pid, self._node, self._address = ray.get(self._where)
+                    self.pid, self._node, self._address, self._errors = ray.get(self._where)
         except RayError as error:
             self._ended = True
-            raise ProcessLost(how_it_ended(error)) from error
+            raise ProcessLost(how_it_ended(error) + self._last_words()) from error
         return self._replies.popleft()
+
+    def _last_words(self) -> str:
+        """What it printed last, to go on a sentence about its end; or where that is."""
+        if not self._errors:
+            return ""
+        if self._node == ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(OSError), open(self._errors, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+                return last_words(file.read())
+        return f"; what it printed is in {self._errors} on {self._address}"
 
     def kill(self) -> None:
         with contextlib.suppress(RayError, ValueError):
@@ -246,6 +257,8 @@ def kill_process(pid: int) -> None:
 def how_it_ended(error: RayError) -> str:
     """Ray's reason, without what it always says."""
     text = " ".join(str(error).split())
+    if isinstance(error, RayTaskError) or "creation task" in text:
+        return f"has failed: {str(error).strip().splitlines()[-1].strip()[:SAID]}"
     if "low on memory" in text or "OutOfMemory" in type(error).__name__:
         start = text.find("Memory on the node")
         return f"ran out of memory: {text[max(0, start) :][:SAID]}"

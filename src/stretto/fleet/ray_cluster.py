@@ -62,7 +62,7 @@ def ray_for(config: Config, cores: int) -> Iterator[None]:
                 )
         else:
             ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError, ImportError, AssertionError) as error:
         where = "a Ray on this machine" if address is None else f'fleet.address = "{address}": Ray'
         raise StrettoError(f"{where} cannot be had: {error}") from error
     if threading.current_thread() is threading.main_thread():
@@ -128,14 +128,14 @@ def _require_reachable(address: str) -> None:
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise StrettoError(
             f'fleet.address = "{address}" is no address of a Ray cluster; use "auto" on one of its machines, '
             '"HOST:6379", or "ray://HOST:10001"'
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
         raise StrettoError(
             f'fleet.address = "{address}": nobody answers there ({error}); `ray status` on the cluster\'s head says '
             "whether it runs"

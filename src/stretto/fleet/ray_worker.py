@@ -41,11 +41,13 @@ class EngineActor:
         self._news = threading.Condition()  # guards what follows
         self._replies: list[bytes] = []
         self._urgent = False
+        self._failure = ""  # a traceback, when it serves no more
         threading.Thread(target=self._serve, args=(module,), name="serve", daemon=True).start()
 
-    def where(self) -> tuple[int, str, str]:
-        """Process number, Ray's name of the node, and its address."""
-        return os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    def where(self) -> tuple[int, str, str, str]:
+        """Process number, Ray's name of the node, its address, and the file there that errors are printed into."""
+        node = ray.get_runtime_context().get_node_id()
+        return os.getpid(), node, ray.util.get_node_ip_address(), _errors_file()
 
     def take(self, number: int, message: list[Message]) -> None:
         """The `number`-th message. (Ray does not promise that they come in order; in a list its handles stay such.)"""
@@ -61,11 +63,16 @@ class EngineActor:
                 self._send(Failed(f"the weights that it was to load cannot be had: {trace}"))
 
     def replies(self, within: float) -> list[bytes]:
-        """What there is to say; nothing after so many seconds without any."""
+        """What there is to say; nothing after so many seconds without any.
+
+        Raises RuntimeError, with the traceback, when it serves no more.
+        """
         with self._news:
-            self._news.wait_for(lambda: self._replies, within)
+            self._news.wait_for(lambda: self._replies or self._failure, within)
             if self._replies:
-                self._news.wait_for(lambda: self._urgent, LINGER)
+                self._news.wait_for(lambda: self._urgent or self._failure, LINGER)
+            elif self._failure:
+                raise RuntimeError(self._failure)
             replies, self._replies, self._urgent = self._replies, [], False
             return replies
 
@@ -80,12 +87,21 @@ class EngineActor:
         try:
             importlib.import_module(module).serve(self._inbox, self._send)
         except BaseException:  # noqa: BLE001 -- the thread would end unseen, and the trainer wait for it
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
+            with self._news:
+                self._failure = traceback.format_exc()
+                self._news.notify_all()
 
 
 RayWorker: Any = ray.remote(concurrency_groups=GROUPS)(EngineActor)
+
+
+def _errors_file() -> str:
+    """Where Ray has put this process's standard error; empty where that cannot be known."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return path if path.startswith("/") else ""
 
 
 def _can_wait(reply: object) -> bool:
