@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from stretto.bench.pairs import Ratio, alternate, require_idle, timed
+from stretto.bench.pairs import Ratio, alternate, count, require_idle, timed
 from stretto.config import ModelConfig
 from stretto.engine.embedded import EmbeddedEngine
 from stretto.model import load_model, location
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--longest", type=int, default=512, help="the longest response, in tokens")
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--pairs", type=count, default=10)
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--busy", action="store_true", help="measure although others use the machine")

@@ -27,7 +27,7 @@ from stretto.assemble import (
     read_inputs,
     sampling_params,
 )
-from stretto.bench.pairs import Ratio, require_idle
+from stretto.bench.pairs import Ratio, count, require_idle
 from stretto.bench.rollout import status
 from stretto.config import Config, load_config
 from stretto.draft.drafter import HistoryDrafter
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--samples", type=int, default=8, help="of each prompt, in the first visit")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 2, 8, 64])
     parser.add_argument("--responses", type=int, default=4, help="of the second visit, for each in flight")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=count, default=5)
     parser.add_argument("--useless", action="store_true", help="give each prompt the history of another")
     parser.add_argument("--busy", action="store_true", help="measure although others use the machine")
     parser.add_argument("--json", action="store_true")

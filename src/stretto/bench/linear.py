@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from stretto.bench.pairs import Ratio, alternate, require_idle, timed
+from stretto.bench.pairs import Ratio, alternate, count, require_idle, timed
 from stretto.engine import linear
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 24])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--pairs", type=count, default=10)
     parser.add_argument("--busy", action="store_true", help="measure although the machine is not idle")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable
@@ -42,6 +43,13 @@ def alternate(a: Callable[[], float], b: Callable[[], float], pairs: int) -> tup
         for which in (0, 1) if pair % 2 == 0 else (1, 0):
             seconds[which].append((a, b)[which]())
     return seconds
+
+
+def count(text: str) -> int:
+    """Of an option: a whole number of things to measure."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+    return int(text)
 
 
 def timed(function: Callable[[], object]) -> float:

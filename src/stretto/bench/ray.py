@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from stretto.assemble import available_cores, build_worker, make_worker_fleet, read_inputs
-from stretto.bench.pairs import Ratio, alternate, require_idle
+from stretto.bench.pairs import Ratio, alternate, count, require_idle
 from stretto.buffer import Ledger
 from stretto.config import Config, load_config
 from stretto.controller import Controller
@@ -236,12 +236,12 @@ class Bench:
 def main(argv: Sequence[str] = ()) -> int:
     """Prints a table, or with --json one object."""
     parser = argparse.ArgumentParser(prog="stretto bench ray", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--pairs", type=count, default=10)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
-    parser.add_argument("--slots", type=int, default=16, help="of a worker whose throughput is measured")
-    parser.add_argument("--prompts", type=int, default=16, help="rows, which the steps go round")
-    parser.add_argument("--steps", type=int, default=12, help="of a run whose idle slots are measured")
-    parser.add_argument("--repeats", type=int, default=5, help="of these runs")
+    parser.add_argument("--slots", type=count, default=16, help="of a worker whose throughput is measured")
+    parser.add_argument("--prompts", type=count, default=16, help="rows, which the steps go round")
+    parser.add_argument("--steps", type=count, default=12, help="of a run whose idle slots are measured")
+    parser.add_argument("--repeats", type=count, default=5, help="of these runs")
     parser.add_argument("--median", type=float, default=40.0, help="tokens of a response there")
     parser.add_argument("--busy", action="store_true", help="measure although others use the machine")
     parser.add_argument("--json", action="store_true")

@@ -20,7 +20,8 @@ from dataclasses import asdict
 from typing import Any
 
 from stretto.bench.arctic import INSTALL, arctic
-from stretto.bench.pairs import Ratio, require_idle, timed
+from stretto.bench.pairs import Ratio, count, require_idle, timed
+from stretto.engine.vllm_arguments import check_version, reason
 from stretto.errors import StrettoError
 from stretto.tasks.knights import PEOPLE_WEIGHTS, draw_puzzle
 
@@ -68,15 +69,21 @@ class Side:
             speculative = speculative | {"num_speculative_tokens": options.drafts}
         self.name = name
         self.counts: dict[str, int] = {}  # of the last visit: drafts, drafted and accepted tokens
-        self.llm = LLM(
-            options.model,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=options.tokens + 256,
-            max_num_seqs=options.slots,
-            disable_log_stats=False,
-            speculative_config=speculative,
-        )
+        try:
+            self.llm = LLM(
+                options.model,
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=options.tokens + 256,
+                max_num_seqs=options.slots,
+                disable_log_stats=False,
+                speculative_config=speculative,
+            )
+        except Exception as error:  # of any kind: vLLM checks in many places
+            raise StrettoError(
+                f"bench vllm: vLLM does not start with --model {options.model} (a checkpoint of a run, such as "
+                f"RUN/checkpoints/step-000036) for the side {name}: {reason(error)}"
+            ) from error
 
     def answer(
         self, prompts: Sequence[Sequence[int]], temperature: float, tokens: int, **how: Any
@@ -156,12 +163,12 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument(
         "--model", required=True, help="a checkpoint of the demo: RUN/checkpoints/step-000036"
     )
-    parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--prompts", type=int, default=16, help="of a visit")
-    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
-    parser.add_argument("--slots", type=int, default=32, help="responses at a time")
-    parser.add_argument("--tokens", type=int, default=512, help="of a response at most")
-    parser.add_argument("--drafts", type=int, default=16, help="num_speculative_tokens")
+    parser.add_argument("--pairs", type=count, default=12)
+    parser.add_argument("--prompts", type=count, default=16, help="of a visit")
+    parser.add_argument("--samples", type=count, default=8, help="of a prompt")
+    parser.add_argument("--slots", type=count, default=32, help="responses at a time")
+    parser.add_argument("--tokens", type=count, default=512, help="of a response at most")
+    parser.add_argument("--drafts", type=count, default=16, help="num_speculative_tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
@@ -177,8 +184,10 @@ def main(argv: Sequence[str] = ()) -> int:
         import vllm
     except ImportError as error:
         raise StrettoError(
-            "bench vllm needs vLLM: pip install '.[vllm]' in a clone, or make test-vllm"
+            f"bench vllm needs vLLM: pip install '.[vllm]' in a clone, or make test-vllm ({error})"
         ) from error
+    version = str(vllm.__version__)
+    check_version(version)
     if "suffix" in options.sides and arctic() is None:
         raise StrettoError(
             f"bench vllm: vLLM's suffix decoding needs arctic-inference: {INSTALL}; or --sides plain history"
@@ -191,7 +200,7 @@ def main(argv: Sequence[str] = ()) -> int:
     prompts = prompt_sets(sides[0], 1, options)[0]
     greedy = [side.answer(prompts, 0.0, options.tokens) for side in sides for _ in range(2)]
     same = all(said == greedy[0] for said in greedy)
-    machine = f"{platform.machine()}, vllm {vllm.__version__}, others {others:.0%}"
+    machine = f"{platform.machine()}, vllm {version}, others {others:.0%}"
     rows = {scenario: measure(sides, scenario, options) for scenario in options.scenarios}
     if options.json:
         print(json.dumps({"machine": machine, "options": vars(options), "greedy_same": same, "rows": rows}))

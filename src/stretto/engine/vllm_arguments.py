@@ -101,12 +101,12 @@ def build(arguments: Any) -> Any:
             return LLMEngine.from_engine_args(arguments)
         except Exception as error:  # of any kind: vLLM checks in many places
             raise StrettoError(
-                f'engine.kind = "vllm": vLLM does not start with these arguments of engine.vllm: {_said(error)}'
+                f'engine.kind = "vllm": vLLM does not start with these arguments of engine.vllm: {reason(error)}'
             ) from error
 
 
-def _said(error: BaseException) -> str:
-    """What a user can act on: pydantic's messages are lists with addresses."""
+def reason(error: BaseException) -> str:
+    """Of what vLLM raised, what a user can act on: pydantic's messages are lists with addresses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith("For further information")]
     return "; ".join(kept[:6]) or type(error).__name__
