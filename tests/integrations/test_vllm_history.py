@@ -239,6 +239,20 @@ def rollouts(size: int, visit: int = 1) -> list[Rollout]:
 
 
 class TestFolder:
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("a", "is a file; name a folder"),
+            ("history.json", "is a file"),
+            ("a/b", "cannot be read: Not a dir"),
+        ],
+    )
+    def test_that_is_a_file_is_refused_by_name(self, name: str, said: str, tmp_path: Path) -> None:
+        (tmp_path / Path(name).parts[0]).write_text("mine")
+        with pytest.raises(StrettoError, match=f"^history: {tmp_path / name} {said}"):
+            HistoryFolder(tmp_path / name, OURS)
+        assert (tmp_path / Path(name).parts[0]).read_text() == "mine"
+
     def test_engines_of_one_folder_write_side_by_side(self, tmp_path: Path) -> None:
         folder = tmp_path / "history"
         first, second = HistoryFolder(folder, OURS), HistoryFolder(folder, OURS)

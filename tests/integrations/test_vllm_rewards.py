@@ -137,6 +137,17 @@ def test_half_a_line_of_a_file_that_was_replaced_is_not_put_before_the_next_ones
     assert said(caplog, "no reward") == 0
 
 
+def test_a_file_that_cannot_be_read_is_said_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    it = Rewards(file)
+    file.mkdir()
+    assert it.read() == it.read() == []
+    assert said(caplog, "rewards cannot be read: Is a directory") == 1
+    file.rmdir()
+    reward(file, PROMPT, [1], 1.0)
+    it.read()
+    assert heard(it, 1) == 1.0
+
+
 def test_reported_rewards_are_lines(tmp_path: Path) -> None:
     """Many at once are what one by one would be."""
     one, many = tmp_path / "one", tmp_path / "many"

@@ -137,13 +137,12 @@ class HistoryFolder:
         """
         self.path, self._vocabulary = path, int(ours["vocabulary"])
         note = path / "history.json"
-        if path.exists():
-            # Another engine that starts now puts the note there first; until it is whole it has another name.
-            there = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
-            if note.name not in there and any(not name.startswith(TEMPORARY) for name in there):
-                raise StrettoError(
-                    f"history: {path} is there and no history's folder (it has no history.json)"
-                )
+        if path.exists() and not path.is_dir():
+            raise StrettoError(f"history: {path} is a file; name a folder, which need not be there yet")
+        # Another engine that starts now puts the note there first; until it is whole it has another name.
+        there = _names_in(path)
+        if note.name not in there and any(not name.startswith(TEMPORARY) for name in there):
+            raise StrettoError(f"history: {path} is there and no history's folder (it has no history.json)")
         with disk_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         if note.exists():
@@ -241,6 +240,16 @@ def _first_free(path: Path) -> tuple[Path, Lock]:
             if not isinstance(error.__cause__, BlockingIOError):
                 raise
     raise AssertionError("unreachable")
+
+
+def _names_in(folder: Path) -> set[str]:
+    """What is in a folder, which need not be there."""
+    try:
+        return {entry.name for entry in folder.iterdir()}
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise StrettoError(f"history: {folder} cannot be read: {error.strerror}") from error
 
 
 def _read_note(note: Path) -> Fingerprint:

@@ -72,9 +72,11 @@ class Rewards:
 
     def __init__(self, path: Path) -> None:
         """Raises StrettoError where there is a folder, or no folder to put a file in."""
-        if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder" if path.is_dir() else f"cannot be a file: there is no folder {path.parent}"
-            raise StrettoError(f"rewards: {path} {what}; name the file that rewards are appended to")
+        what = "" if os.path.isdir(path.parent) else f"cannot be a file: there is no folder {path.parent}"
+        if what or os.path.isdir(path):
+            raise StrettoError(
+                f"rewards: {path} {what or 'is a folder'}; name the file that rewards are appended to"
+            )
         self.path = path
         self._file: BinaryIO | None = (
             None  # as it was found last: kept open, to be read to its end when another comes
@@ -88,7 +90,7 @@ class Rewards:
             self._file.seek(max(0, self._at - END))
             self._end = self._file.read(END)
         self._known: OrderedDict[str, list[_Reward]] = OrderedDict()  # by prompt uid; of no response so far
-        self._said = self._lost = self._anew = False
+        self._said = self._lost = self._anew = self._unread = False
 
     def take(self, uid: str, token_ids: TokenArray) -> float:
         """The reward of a response to the prompt `uid`, which is then no more known; nan where none was reported.
@@ -131,9 +133,14 @@ class Rewards:
         lines: list[bytes] = []
         try:
             file = self.path.open("rb")
-        except (
-            OSError
-        ):  # nothing was reported yet, or the file has gone: what it had last is kept for the next call
+        except FileNotFoundError:
+            return (
+                lines  # nothing was reported yet, or it has gone: its last lines are read when another comes
+            )
+        except OSError as error:
+            if not self._unread:
+                logger.warning("%s: rewards cannot be read: %s", self.path, error.strerror)
+            self._unread = True
             return lines
         before, self._file = self._file, file
         with suppress(OSError):

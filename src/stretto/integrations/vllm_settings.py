@@ -47,6 +47,7 @@ def read_settings(additional_config: Any, environment: Mapping[str, str] | None 
     environment = os.environ if environment is None else environment
     given = additional_config.get("stretto", {}) if isinstance(additional_config, Mapping) else {}
     tree: dict[str, Any] = {}
+    place: dict[str, str] = {}  # where each setting is from
     for where, part in ((ENVIRONMENT, _parsed(environment.get(ENVIRONMENT, "{}"))), (WHERE, given)):
         if not isinstance(part, Mapping):
             raise StrettoError(f"{where}: {part!r} is no table of settings")
@@ -56,14 +57,17 @@ def read_settings(additional_config: Any, environment: Mapping[str, str] | None 
                     f'{where}: there is no setting "{key}"; {nearest(str(key), Settings.model_fields)}'
                 )
         tree |= part
+        place |= dict.fromkeys(part, where)
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise StrettoError(f"{WHERE}: {key} = {first['input']!r}: {first['msg']}") from error
+        key, where = ".".join(str(part) for part in first["loc"]), place[str(first["loc"][0])]
+        raise StrettoError(f"{where}: {key} = {first['input']!r}: {first['msg']}") from error
     if settings.weight == "reward" and settings.rewards is None:
-        raise StrettoError(f'{WHERE}: weight = "reward" needs rewards: the file that they are reported in')
+        raise StrettoError(
+            f'{place["weight"]}: weight = "reward" needs rewards: the file that they are reported in'
+        )
     return settings
 
 
