@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +41,7 @@ def refuse_unsupported(trainer: Any) -> None:
             "HistoryRollout is for TRL's GRPOTrainer, and trl is not installed: pip install '.[trl]' in a clone of "
             "Stretto"
         ) from None
-    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < OLDEST:  # of "1.17rc1" too
         raise StrettoError(f"HistoryRollout needs trl {'.'.join(map(str, OLDEST))} or newer, not {installed}")
     if trainer.use_vllm:
         raise StrettoError(
