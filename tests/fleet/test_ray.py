@@ -22,7 +22,7 @@ from stretto.config import ScheduleConfig, load_config  # noqa: E402
 from stretto.errors import StrettoError  # noqa: E402
 from stretto.fleet.in_process import InProcessFleet  # noqa: E402
 from stretto.fleet.ray import RayFleet, RayRanks, WeightObjects, how_it_ended, part_of_gpu  # noqa: E402
-from stretto.fleet.ray_cluster import check_gpus, gpus_for_ray, ray_for  # noqa: E402
+from stretto.fleet.ray_cluster import check_gpus, gpus_for_ray, ray_for, token_hint  # noqa: E402
 from stretto.fleet.ray_worker import as_arrays, as_tensors  # noqa: E402
 from stretto.records import Event, Loaded, WorkerDown, WorkerUp  # noqa: E402
 from stretto.schedule import make_schedule  # noqa: E402
@@ -305,15 +305,15 @@ def test_ray_reasons_are_short_and_name_memory() -> None:
 
 
 def test_an_actor_that_cannot_be_made_says_why() -> None:
-    @ray.remote
     class Broken:
         def __init__(self) -> None:
             raise ModuleNotFoundError("No module named 'stretto'")
 
         def there(self) -> None: ...
 
+    actor: Any = ray.remote(Broken)
     with pytest.raises(ray.exceptions.RayError) as caught:
-        ray.get(Broken.remote().there.remote())
+        ray.get(actor.remote().there.remote())
     assert how_it_ended(caught.value) == "has failed: ModuleNotFoundError: No module named 'stretto'"
 
 
@@ -321,7 +321,7 @@ def test_the_last_words_of_a_lost_worker_are_said() -> None:
     with (
         fleet_of(build_and_die, AnswerAll(), workers=1, restarts=0) as fleet,
         pytest.raises(
-            StrettoError, match=r"no worker is left.* Ray says: .*; its last words: .*dying of this"
+            StrettoError, match=r"no worker is left.* Ray says: .*; its last words: worker 0 is dying of this"
         ),
     ):
         fleet.wait_until_ready()
@@ -348,6 +348,15 @@ def test_an_address_where_nobody_is_said_before_anything_is_written(
     with pytest.raises(StrettoError, match=message):
         Trainer(config).run()
     assert not (tmp_path / "x").exists()
+
+
+def test_that_a_cluster_asks_for_a_token_is_said() -> None:
+    refused = ConnectionError("Failed to connect to Ray cluster")
+    refused.__cause__ = RuntimeError(
+        "RPC error: InvalidAuthToken: Authentication token is missing or incorrect"
+    )
+    assert "set RAY_AUTH_MODE=token" in token_hint(refused)
+    assert token_hint(ConnectionError("Failed to connect to Ray cluster")) == ""
 
 
 def test_a_killed_trainer_leaves_no_process() -> None:

@@ -24,6 +24,7 @@ from stretto.errors import StrettoError
 from stretto.fleet.channel import Message, ProcessLost
 from stretto.fleet.messages import Build, Command, Load
 from stretto.fleet.process import SERVER
+from stretto.fleet.ray_head import Head
 from stretto.fleet.ray_worker import RayWorker, as_arrays
 from stretto.fleet.workers import WorkerFleet
 from stretto.records import Event
@@ -32,6 +33,7 @@ from stretto.weights import WeightsRef
 
 LONGEST = 5.0  # seconds that a call for replies stays open
 AT_ONCE = 5.0  # seconds within which a cluster with room gives a place
+MARKS = (b":job_id:", b":actor_name:", b":task_name:")  # Ray's own lines in what a process has printed
 SAID = 300  # characters of what Ray says of an actor's end
 
 
@@ -80,19 +82,20 @@ class RayHosts:
     def __init__(self, cpus: float, gpus: float) -> None:
         self._bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
         self._places: dict[int, Any] = {}  # their placement groups
-        self.weights = WeightObjects()
+        self._head = Head(ray.get_runtime_context().gcs_address)
+        self.weights = WeightObjects(self._head)
 
     def start(self, place: int, show: Callable[[str], None]) -> RayChannel:
         if place not in self._places:
             self._places[place] = placement_group([self._bundle], strategy="PACK")
-        return RayChannel(self._places[place], self._bundle)
+        return RayChannel(self._places[place], self._bundle, self._head)
 
     def pack(self, command: Command) -> Message:
         # Ray counts who has a handle only where it packs the handle itself.
         return command if isinstance(command, Load) else pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
 
     def leave(self, place: int) -> None:
-        if place in self._places:
+        if place in self._places and not self._head.lost:  # which would be asked
             with contextlib.suppress(RayError):
                 remove_placement_group(self._places.pop(place))
 
@@ -107,16 +110,22 @@ class WeightObjects:
     them, which Ray itself counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, head: Head | None = None) -> None:
+        """With a `head`, it is asked for before anything is stored: where there is no store any more, Ray ends the
+        program without a word.
+        """
+        self._head = head
         self._newest: WeightsRef | None = None
 
     def write(self, ref: WeightsRef) -> WeightsRef:
-        """Raises StrettoError if the store has no room for them."""
+        """Raises StrettoError if the store has no room for them, HeadLost if the cluster has no head any more."""
         newest = self._newest
         if newest is not None and newest.version == ref.version:
             return newest
         if ref.kind == "object":
             return WeightsRef(ref.version, "object", handle=ref.handle)
+        if self._head is not None:
+            self._head.look_again()
         try:
             handle = ray.put(as_arrays(ref.tensors))
         except (RayError, OSError, MemoryError) as error:
@@ -142,8 +151,10 @@ class RayChannel:
     until it has its place.
     """
 
-    def __init__(self, group: Any, bundle: dict[str, float], module: str = SERVER, index: int = 0) -> None:
-        self._group, self._bundle = group, bundle
+    def __init__(
+        self, group: Any, bundle: dict[str, float], head: Head, module: str = SERVER, index: int = 0
+    ) -> None:
+        self._group, self._bundle, self._head = group, bundle, head
         strategy = PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
         )
@@ -181,6 +192,8 @@ class RayChannel:
             self._take.remote(next(self._numbers), [message])
 
     def receive(self, within: float) -> bytes | None:
+        """As a channel's; raises HeadLost where the cluster has no head any more."""
+        self._head.look()
         try:
             while not self._replies:
                 if not self.pid and ray.wait([self._where], timeout=0)[0]:
@@ -195,6 +208,7 @@ class RayChannel:
                 if not self.pid:  # who has answered is there: who is killed from now on, is so by this number
                     self.pid, self._node, self._address, self._errors = ray.get(self._where)
         except RayError as error:
+            self._head.look_again()
             self._ended = True
             raise ProcessLost(how_it_ended(error) + self._last_words()) from error
         return self._replies.popleft()
@@ -206,19 +220,21 @@ class RayChannel:
         if self._node == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(OSError), open(self._errors, "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-                return last_words(file.read())
+                lines = file.read().splitlines()
+                return last_words(b"\n".join(line for line in lines if not line.startswith(MARKS)))
         return f"; what it printed is in {self._errors} on {self._address}"
 
     def kill(self) -> None:
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(self._actor)
+        if not self._head.lost:  # which would be asked
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(self._actor)
         if not self.pid or self._ended:
             return
         # Ray asks the process to end, which one that is stuck does not do.
         self._ended = True
         if self._node == ray.get_runtime_context().get_node_id():
             kill_process(self.pid)
-        else:
+        elif not self._head.lost:  # else it ends by itself, as its machine's part of Ray does
             there = NodeAffinitySchedulingStrategy(self._node, soft=False)
             ray.remote(kill_process).options(num_cpus=0, scheduling_strategy=there).remote(self.pid)
 
@@ -232,6 +248,7 @@ class RayRanks:
     def __init__(self, count: int, cpus: float, gpus: float, within: float) -> None:
         """Waits for room. Raises StrettoError if there is none `within` so many seconds."""
         self._bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        self._head = Head(ray.get_runtime_context().gcs_address)
         self._group = placement_group([self._bundle] * count, strategy="STRICT_PACK")
         if not self._group.wait(within):
             self.close()
@@ -242,9 +259,11 @@ class RayRanks:
             )
 
     def start(self, module: str, rank: int) -> RayChannel:
-        return RayChannel(self._group, self._bundle, module, rank)
+        return RayChannel(self._group, self._bundle, self._head, module, rank)
 
     def close(self) -> None:
+        if self._head.lost:
+            return
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
 

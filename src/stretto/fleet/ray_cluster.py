@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from stretto.config import Config
 from stretto.errors import StrettoError
+from stretto.fleet.ray_head import HeadLost
 from stretto.model import visible_gpus
 
 REACHABLE = 5.0  # seconds in which a cluster must answer
@@ -64,7 +65,7 @@ def ray_for(config: Config, cores: int) -> Iterator[None]:
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, OSError, ImportError, AssertionError) as error:
         where = "a Ray on this machine" if address is None else f'fleet.address = "{address}": Ray'
-        raise StrettoError(f"{where} cannot be had: {error}") from error
+        raise StrettoError(f"{where} cannot be had: {error}{token_hint(error)}") from error
     if threading.current_thread() is threading.main_thread():
         # Ray has put its own there, for good. None: whoever had put his there did it outside Python.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
@@ -72,8 +73,24 @@ def ray_for(config: Config, cores: int) -> Iterator[None]:
         if address is None:
             check_gpus(config, ray.cluster_resources().get("GPU", 0.0))
         yield
-    finally:
+    except HeadLost:  # who would be told, for a minute, after which Ray ends this program
+        raise
+    except BaseException:
         ray.shutdown()
+        raise
+    ray.shutdown()
+
+
+def token_hint(error: BaseException | None) -> str:
+    """What to do where Ray was refused for want of a token, which it says in an error's causes only."""
+    while error is not None:
+        if "AuthToken" in str(error):
+            return (
+                "; the cluster asks for a token: set RAY_AUTH_MODE=token, and have its token in ~/.ray/auth_token or "
+                "in RAY_AUTH_TOKEN"
+            )
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def gpus_for_ray(config: Config) -> list[str] | None:

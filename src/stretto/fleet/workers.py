@@ -284,8 +284,9 @@ class WorkerFleet:
         try:
             self._serve_place(worker)
         except Exception as error:  # noqa: BLE001 -- whatever it is, without this thread nobody would say it
+            said = f"a worker cannot be reached, or started again: {error!r}"
             with self._changed:
-                self._failure = StrettoError(f"a worker cannot be reached, or started again: {error!r}")
+                self._failure = error if isinstance(error, StrettoError) else StrettoError(said)
                 self._changed.notify_all()
 
     def _serve_place(self, worker: Member | None) -> None:
