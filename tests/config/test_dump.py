@@ -84,6 +84,11 @@ def configs(draw: st.DrawFn) -> Config:
     for name, (other, values) in USED_WITH.items():
         if overrides.get(other, KEYS[other].default) not in values:
             overrides.pop(name, None)
+    if overrides.get("engine.kind") == "vllm":
+        for name in ("model.dtype", "reuse.kind", "reuse.refresh", "reuse.lenience", "reuse.residual"):
+            overrides.pop(name, None)
+    if overrides.get("draft.sources") == ["dropped"]:
+        overrides["draft.sources"] = ["dropped", "history"]
     overrides["sampling.stop"] = [text for text in overrides.get("sampling.stop", ()) if text]
     if overrides.get("data.path"):
         overrides["data.task"] = overrides["data.dataset"] = None
