@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from peft import LoraConfig, inject_adapter_in_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -224,6 +225,52 @@ def test_tokens_that_end_a_response_are_the_tokenizers_and_the_models(tmp_path: 
     tokenizer = load_tokenizer(config)
     own = tokenizer.eos_token_id
     assert end_tokens(config, tokenizer, 300) == (own,)
-    for named, ends in ((7, (own, 7)), ([own, 9, 7, 300], (own, 9, 7)), (None, (own,))):
+    for named, ends in ((7, (own, 7)), ([own, 9, -1, 7, 300], (own, 9, 7)), (-1, (own,)), (None, (own,))):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
         assert end_tokens(config, tokenizer, 300) == ends
+
+
+def test_a_damaged_file_is_not_one_that_names_no_ends(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(tmp_path), tokenizer="demo")
+    tokenizer = load_tokenizer(config)
+    for content, said in (
+        ('{"eos_token_id": [1, 2', "cannot be read, and it may name tokens that end a response"),
+        ('{"eos_token_id": "<end>"}', "eos_token_id is '<end>': expected a token id or a list of them"),
+        ("[1, 2]", r"eos_token_id is \[1, 2\]: expected"),
+    ):
+        (tmp_path / "generation_config.json").write_text(content)
+        with pytest.raises(StrettoError, match=said) as caught:
+            end_tokens(config, tokenizer, 300)
+        assert str(caught.value).startswith(str(tmp_path / "generation_config.json"))
+
+
+def test_a_look_up_that_fails_is_not_one_that_finds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = tmp_path / "cached.json"
+    named.write_text('{"eos_token_id": 7}')
+    config = ModelConfig(path="owner/model", tokenizer="demo")
+    tokenizer = load_tokenizer(config)
+    own = tokenizer.eos_token_id
+
+    def ends(found: str | Exception, known: object = None, offline: bool = False) -> tuple[int, ...]:
+        def download(*asked: object, **how: object) -> str:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr("stretto.model.hf_hub_download", download)
+        monkeypatch.setattr("stretto.model.try_to_load_from_cache", lambda *asked, **how: known)
+        monkeypatch.setattr("stretto.model.is_offline_mode", lambda: offline)
+        return end_tokens(config, tokenizer, 300)
+
+    assert ends(str(named)) == (own, 7)
+    assert ends(EntryNotFoundError("no such file there")) == (own,)
+    unreachable = LocalEntryNotFoundError("no connection")
+    assert ends(unreachable, offline=True) == (own,)
+    assert ends(unreachable, known=object()) == (own,)  # that there is none was noted
+    for error in (unreachable, OSError("disk full")):
+        with pytest.raises(
+            StrettoError, match=r'the generation_config\.json "owner/model" could not be fetched'
+        ):
+            ends(error)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,15 @@ import pytest
 from safetensors.torch import load_file
 
 import stretto
-from stretto.config import Config, DataConfig, dump_toml, load_config
+from stretto.config import Config, load_config
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
-from stretto.model import location
 from stretto.observe.progress import SilentReporter
-from stretto.records import FinishReason, State
+from stretto.records import State
 from stretto.run import RunResult
 from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer, train
-from tests.models import swap_tokens, tiny_model
+from tests.models import tiny_model
 from tests.rewards import brief, failing
 from tests.tasks.two_turn import TwoTurn
 
@@ -253,25 +250,6 @@ def test_resume_refuses_to_become_another_run(undisturbed: Path) -> None:
         Trainer.resume(undisturbed, {"learner.learning_rate": 1.0})
 
 
-def test_a_resumed_run_does_not_end_before_where_it_goes_on(tmp_path: Path) -> None:
-    config = small(tmp_path, "made", steps=9)
-    with RunFolder.create(tmp_path / "made", dump_toml(config)) as folder:
-        for step in (2, 4, 6):
-            folder.checkpoint_folder(step).mkdir()
-    saved = (tmp_path / "made" / "config.toml").read_bytes()
-    refused: list[tuple[dict[str, Any], int | None, str]] = [
-        ({"steps": 5}, None, r"steps = 5: the run has made 6; use at least 6, or --step 4 to go back$"),
-        ({"steps": 1}, None, r"steps = 1: the run has made 6; use at least 6$"),
-        ({"steps": 3}, 4, r"steps = 3: it would go on from 4; use at least 4, or --step 2 to go back$"),
-    ]
-    for changes, at, said in refused:
-        with pytest.raises(StrettoError, match=said):
-            Trainer.resume(tmp_path / "made", changes, step=at)
-    assert (tmp_path / "made" / "config.toml").read_bytes() == saved
-    assert Trainer.resume(tmp_path / "made", {"steps": 6}).config.steps == 6
-    assert Trainer.resume(tmp_path / "made", {"steps": 4}, step=4).config.steps == 4
-
-
 def test_a_run_goes_back_to_before_its_best_checkpoint(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"steps": 4, "eval.enabled": True, "eval.limit": 1, "eval.every": 2}
     changes["reward.functions"] = [f"{REWARDS}:later_is_better"]
@@ -305,53 +283,6 @@ class Messages(SilentReporter):
 def test_what_is_no_reward_is_refused() -> None:
     with pytest.raises(StrettoError, match="reward is 5: expected a function"):
         train(data=[{"prompt": "?"}], reward=5)  # type: ignore[arg-type]
-
-
-def test_resume_with_other_data_is_refused_and_removes_nothing(tmp_path: Path) -> None:
-    config = small(tmp_path, "data").model_copy(update={"data": DataConfig()})
-    rows = [{"prompt": f"Ann says Bo is a knave . {i}"} for i in range(3)]
-    folder = Trainer(config, data=rows).run().folder
-    before = sorted(p.relative_to(folder) for p in folder.rglob("*"))
-    with pytest.raises(StrettoError, match="not those that the run was begun with .* row 2 .* is not there$"):
-        Trainer.resume(folder, step=2, data=rows[:2]).run()
-    assert sorted(p.relative_to(folder) for p in folder.rglob("*")) == before
-
-
-def test_a_run_whose_files_were_moved_goes_on_from_where_they_are(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    shutil.copytree(location("demo"), old / "model")
-    shutil.copy(REWARDS, old / "mine.py")
-    lines = (ROOT / "examples/own_reward/puzzles.jsonl").read_text().splitlines()[:4]
-    (old / "rows.jsonl").write_text("\n".join(lines))
-
-    def files(folder: Path) -> dict[str, Any]:
-        where = {"data.path": "rows.jsonl", "model.path": "model"}
-        named = {key: str(folder / name) for key, name in where.items()}
-        return {**named, "reward.functions": [f"{folder / 'mine.py'}:vowels"]}
-
-    whole = Trainer(small(tmp_path, "whole", **files(old))).run().folder
-    folder = Trainer(small(tmp_path, "moved", steps=2, **files(old))).run().folder
-    old.rename(new)
-    before = sorted(p.relative_to(folder) for p in folder.rglob("*"))
-    other = {**files(new), "data.path": str(tmp_path / "other.jsonl"), "steps": 3}
-    for rows, said in (
-        (
-            [lines[1], lines[0], *lines[2:]],
-            r"the prompt of row 0 .* was 'Puzzle : Hal .*' and is 'Puzzle : Fay",
-        ),
-        ([*lines, lines[0]], "another number or order of rows that were not answered yet"),
-    ):
-        (tmp_path / "other.jsonl").write_text("\n".join(rows))
-        with pytest.raises(StrettoError, match=said):
-            Trainer.resume(folder, other).run()
-    swapped = shutil.copytree(new / "model", tmp_path / "words")
-    swap_tokens(swapped / "tokenizer.json")
-    with pytest.raises(StrettoError, match="step-000002 has another tokenizer than this run"):
-        Trainer.resume(folder, {**files(new), "model.path": str(swapped), "steps": 3}).run()
-    assert sorted(p.relative_to(folder) for p in folder.rglob("*")) == before
-    Trainer.resume(folder, {**files(new), "steps": 3}).run()
-    assert_same_run(whole, folder)
-    assert load_config(folder / "config.toml").data.path == str(new / "rows.jsonl")
 
 
 def test_async_trains_with_weights_of_its_own_and_reports_its_staleness(tmp_path: Path) -> None:
@@ -469,30 +400,3 @@ def test_an_evaluation_that_was_broken_off_is_made_on_resume(tmp_path: Path) -> 
         [line.get(k) for k in keys] for line in metrics(whole)
     ]
     assert_same_run(whole, broken.folder)
-
-
-def test_a_response_ends_at_every_token_that_the_model_says_ends_one(tmp_path: Path) -> None:
-    """generation_config.json of a chat model names more of them than its tokenizer."""
-    model = tmp_path / "model"
-    shutil.copytree(location("demo"), model)
-    changes: dict[str, Any] = {"model.path": str(model), "steps": 1, "eval.enabled": True, "eval.limit": 4}
-
-    def responses(name: str) -> list[tuple[list[int], FinishReason]]:
-        folder = Trainer(small(tmp_path, name, **changes)).run().folder
-        return [
-            (rollout.token_ids.tolist(), rollout.finish_reason)
-            for rollout in read_rollouts(folder / "consumed/step-000001.parquet")
-        ]
-
-    plain = responses("plain")
-    file = model / "generation_config.json"
-    known = json.loads(file.read_text())
-    said = Counter(token for tokens, _ in plain for token in tokens if token != known["eos_token_id"])
-    ((end, _),) = said.most_common(1)
-    file.write_text(json.dumps({**known, "eos_token_id": [known["eos_token_id"], end, 10**6]}))
-    expected = [
-        (tokens[: tokens.index(end) + 1], FinishReason.STOP) if end in tokens else (tokens, reason)
-        for tokens, reason in plain
-    ]
-    assert expected != plain
-    assert responses("ends") == expected

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,15 +14,15 @@ from transformers import PreTrainedModel
 
 from stretto.assemble import Inputs, drafts, measure_steps, needs_step_ms
 from stretto.checkpoints import Checkpoint
-from stretto.config import Config, DraftConfig, ModelConfig
+from stretto.config import Config, DraftConfig
 from stretto.errors import StrettoError
 from stretto.fleet import Drafting
 from stretto.history.lengths import LengthHistory
 from stretto.history.log import read_answered, read_ended, read_rollouts
 from stretto.history.previous import PreviousVisits
-from stretto.model import load_tokenizer
 from stretto.observe.progress import Reporter
-from stretto.records import Prompt, Rollout
+from stretto.records import Rollout
+from stretto.resume import check_tokenizer
 from stretto.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -89,12 +88,6 @@ class Earlier:
             for rollout in kept:
                 rollout.visit -= ANOTHER_RUN
             yield kept
-
-
-def check_tokenizer(checkpoint: Path, inputs: Inputs) -> None:
-    """Raise StrettoError if the folder's tokenizer gives tokens other ids than this run's."""
-    if load_tokenizer(ModelConfig(path=str(checkpoint))).get_vocab() != inputs.tokenizer.get_vocab():
-        raise StrettoError(f"{checkpoint} has another tokenizer than this run (model.path, model.tokenizer)")
 
 
 def find_earlier(config: Config, inputs: Inputs, *, resuming: bool = False) -> Earlier | None:
@@ -210,22 +203,3 @@ def restore_lengths(lengths: LengthHistory, folder: RunFolder, step: int) -> Non
             continue
         lengths.observe_lengths(ended)
     lengths.metrics()  # those of the steps before have been written
-
-
-def first_other_prompt(
-    folder: RunFolder, step: int, prompts: Sequence[Prompt]
-) -> tuple[Prompt, Prompt | None] | None:
-    """Of the prompts that ended responses up to `step` answer, the first by row that `prompts` has not there, and what
-    it has; None if it has all of them.
-    """
-    ours = {prompt.row: prompt for prompt in prompts}
-    others: dict[int, Prompt] = {}
-    for number in range(1, step + 1):
-        with suppress(StrettoError):  # a damaged file is not what this is about
-            for old in (ended.prompt for ended in read_ended(folder.log_file("rollouts", number))):
-                if old.row not in ours or ours[old.row].uid != old.uid:
-                    others[old.row] = old
-    if not others:
-        return None
-    first = others[min(others)]
-    return first, ours.get(first.row)

@@ -17,18 +17,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from stretto.config import ModelConfig
 from stretto.errors import StrettoError
@@ -105,16 +107,49 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[int, ...]:
     """Ids of the tokens that end a response: the tokenizer's end of sequence, and what else the generation_config.json
     of the model names, if it has one, among its `vocabulary` tokens: chat models may end a turn with another.
+
+    Raises `StrettoError` if that file cannot be had or read: responses would not end where they should.
     """
-    try:
-        found = GenerationConfig.from_pretrained(
-            location(config.path), revision=config.revision or "main"
-        ).eos_token_id
-    except OSError:  # there is none
-        found = None
-    named = found if isinstance(found, list) else [found]
-    ids = (tokenizer.eos_token_id, *(token for token in named if token is not None and token < vocabulary))
+    file = _generation_config(config)
+    named = _named_ends(file) if file is not None else []
+    ids = (tokenizer.eos_token_id, *(token for token in named if 0 <= token < vocabulary))
     return tuple(dict.fromkeys(map(int, ids)))
+
+
+def _generation_config(config: ModelConfig) -> Path | None:
+    """The model's generation_config.json, fetched where need be; None if it has none."""
+    path = location(config.path)
+    if Path(path).is_dir():
+        file = Path(path) / GENERATION_CONFIG_NAME
+        return file if file.exists() else None
+    try:
+        return Path(hf_hub_download(path, GENERATION_CONFIG_NAME, revision=config.revision))
+    except LocalEntryNotFoundError as error:  # neither in the cache nor to be asked for
+        known = try_to_load_from_cache(path, GENERATION_CONFIG_NAME, revision=config.revision)
+        if (
+            is_offline_mode() or known is not None
+        ):  # what was fetched is all there is, or that there is none is noted
+            return None
+        raise StrettoError(_not_loaded(GENERATION_CONFIG_NAME, path, error)) from error
+    except EntryNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StrettoError(_not_loaded(GENERATION_CONFIG_NAME, path, error)) from error
+
+
+def _named_ends(file: Path) -> list[int]:
+    """What a generation_config.json has as `eos_token_id`. Raises StrettoError if it cannot be read or is no id."""
+    try:
+        body = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StrettoError(
+            f"{file} cannot be read, and it may name tokens that end a response: {error}"
+        ) from error
+    found = body.get("eos_token_id") if isinstance(body, dict) else body
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not isinstance(body, dict) or not all(type(token) is int for token in ids):
+        raise StrettoError(f"{file}: eos_token_id is {found!r}: expected a token id or a list of them")
+    return ids
 
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:

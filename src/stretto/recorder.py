@@ -7,7 +7,7 @@ is rewound on resume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ class Recorder:
         drafter: Drafting | None,
         previous: PreviousVisits | None,
         lengths: LengthHistory,
+        ends: Sequence[int],
     ) -> None:
         self.config = config
         self.folder = folder
@@ -97,7 +98,7 @@ class Recorder:
         self.trackers = trackers
         self._evaluate = evaluate
         self._beside = schedule.overlaps and config.fleet.kind != "in_process"
-        self.drafter, self.previous, self.lengths = drafter, previous, lengths
+        self.drafter, self.previous, self.lengths, self.ends = drafter, previous, lengths, ends
         self.timeline = Timeline(folder.path / "timeline.json")
         self.boundary: Boundary | None = None
         # accuracy, step; without an accuracy where it cannot be compared with those to come
@@ -227,6 +228,7 @@ class Recorder:
             "owed": owed,  # the step's line of metrics, where its evaluation is still to be made
             "ledger": self.ledger.state_dict(),
             "prompts": self.stream.state_dict(),
+            "ends": list(self.ends),
             "schedule": self.schedule.state_dict(),
             "draft": self._draft_state(),
             "elapsed": self.runtime.now(),

@@ -22,8 +22,6 @@ from stretto.config import COMPARED, Config
 from stretto.controller import Controller
 from stretto.drafting import (
     Earlier,
-    check_tokenizer,
-    first_other_prompt,
     make_previous,
     restore_drafter,
     restore_histories,
@@ -33,7 +31,6 @@ from stretto.drafting import (
 from stretto.engine import Engine
 from stretto.engine.vllm import VllmEngine
 from stretto.engines import make_engine, make_separate_engine
-from stretto.errors import StrettoError
 from stretto.evaluation import Evaluation, evaluate
 from stretto.fleet import Drafting, Fleet
 from stretto.fleet.in_process import InProcessFleet
@@ -48,6 +45,7 @@ from stretto.observe.progress import Reporter
 from stretto.observe.trackers import Trackers, open_trackers
 from stretto.recorder import Recorder
 from stretto.records import Rollout
+from stretto.resume import check_ends, check_prompts, check_tokenizer
 from stretto.run_folder import RunFolder
 from stretto.runtime import LiveRuntime
 from stretto.schedule import ledger_options, make_schedule
@@ -194,6 +192,7 @@ class Run:
             self.drafter,
             self.previous,
             self.lengths,
+            self.inputs.ends,
         )
 
     def begin(self) -> None:
@@ -217,7 +216,7 @@ class Run:
     def restore(self, step: int | None, changed: Sequence[str]) -> None:
         """Back to the newest checkpoint; what is later is written again. `changed` are keys with new values.
 
-        Raises StrettoError, with nothing removed, if prompts or tokenizer are not those of the checkpoint.
+        Raises StrettoError, with nothing removed, if prompts, tokenizer or stop tokens are not those of the checkpoint.
         """
         checkpoint = self.folder.newest_checkpoint(step)
         if checkpoint is None:
@@ -228,7 +227,8 @@ class Run:
         state = checkpoint.state
         if {"model.path", "model.tokenizer"} & set(changed):
             check_tokenizer(checkpoint.folder, self.inputs)
-        self._check_prompts(checkpoint)
+        check_prompts(checkpoint, self.stream.fingerprint(), self.inputs, self.folder)
+        unknown = check_ends(checkpoint, self.inputs, self.config.model.path)
         self.learner.load(checkpoint.folder)
         in_flight = read_rollouts(self.folder.log_file("in_flight", checkpoint.step), self.inputs.train)
         self.unanswered = self.ledger.load_state_dict(state["ledger"], in_flight)
@@ -243,26 +243,10 @@ class Run:
             comparable = not any(key in COMPARED for key in changed)
             self.recorder.best = (best[0] if comparable else None, best[1])
         self.reporter.message(f"goes on from step {checkpoint.step}")
+        if unknown:
+            self.reporter.message(unknown)
         self._await_workers()
         self.recorder.resumed(state["owed"])
-
-    def _check_prompts(self, checkpoint: Checkpoint) -> None:
-        """Raise StrettoError, naming the first row that differs, if the data are others than the run was begun with."""
-        if checkpoint.state["prompts"]["prompts"] == self.stream.fingerprint():
-            return
-        said = "another number or order of rows that were not answered yet"
-        found = first_other_prompt(self.folder, checkpoint.step, self.inputs.train)
-        if found is not None:
-            was, now = (
-                repr(self.inputs.tokenizer.decode(prompt.token_ids)[:80])
-                if prompt is not None
-                else "not there"
-                for prompt in found
-            )
-            said = f"the prompt of row {found[0].row} (from 0) was {was} and is {now}"
-        raise StrettoError(
-            f"data: the prompts are not those that the run was begun with (other rows or tokenizer): {said}"
-        )
 
     def _restore_history(self, checkpoint: Checkpoint) -> None:
         """What drafts, prefix reuse and predictions of lengths come from, as it was at the checkpoint."""

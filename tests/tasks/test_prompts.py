@@ -160,9 +160,11 @@ def test_the_order_is_fixed_for_ever() -> None:
     assert [p.row for p, _ in PromptStream(prompts(6), seed=8, shuffle=True).next(6)] == [4, 3, 1, 2, 5, 0]
 
 
-def test_other_prompts_are_refused_on_resume() -> None:
-    state = PromptStream(prompts(3), seed=0, shuffle=True).state_dict()
-    with pytest.raises(StrettoError, match="the prompts are not those"):
-        PromptStream(prompts(4), seed=0, shuffle=True).load_state_dict(state)
+def test_the_fingerprint_is_one_of_the_prompts_in_their_order() -> None:
+    stream = PromptStream(prompts(3), seed=0, shuffle=True)
+    assert stream.state_dict()["prompts"] == stream.fingerprint()
+    assert PromptStream(prompts(3), seed=1, shuffle=False).fingerprint() == stream.fingerprint()
+    for others in (prompts(4), prompts(3)[::-1]):
+        assert PromptStream(others, seed=0, shuffle=True).fingerprint() != stream.fingerprint()
     with pytest.raises(StrettoError, match="no prompts"):
         PromptStream([], seed=0, shuffle=True)
