@@ -316,6 +316,9 @@ def test_another_source_of_prompts_takes_the_place_of_the_one_below(toml: Any) -
     )
     assert config.data.limit == 3
     assert load_config(file, ["--data.task", "knights"]).data.args == {"train": 5}
+    mine = toml('[data]\ntask = "/x/a.py:Task"\nargs = { size = 5 }\n')
+    assert load_config(mine, ["--data.task", "/x/a.py:Task"]).data.args == {"size": 5}
+    assert load_config(mine, ["--data.task", "/y/b.py:Task"]).data.args == {}  # another task of that name
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_resumed_run_may_find_its_files_elsewhere() -> None:
     }
     check_resumable(saved, load_config({}, moved))
     task = {"data": {"task": "/old/mine.py:Task", "args": {"size": 5}}}
-    moved_task = load_config(task, {"data.task": "/new/mine.py:Task"})
+    moved_task = load_config(task, {"data.task": "/new/mine.py:Task"}, saved=True)
     assert moved_task.data.args == {"size": 5}
     check_resumable(load_config(task), moved_task)
 
@@ -75,3 +75,11 @@ def test_what_is_read_from_a_moved_model_is_said() -> None:
     ):
         (warning,) = resume_warnings(load_config({}, {key: value}), ["model.path"])
         assert said in warning
+
+
+def test_what_is_not_compared_of_moved_files_is_said() -> None:
+    for key in ("reward.functions", "data.task", "data.path"):
+        (warning,) = resume_warnings(load_config({}), [key, "checkpoint.every"])
+        assert warning.startswith(f"{key} changed: prompts are compared")
+    (both,) = resume_warnings(load_config({}), ["data.path", "reward.functions"])
+    assert both.startswith("data.path, reward.functions changed: ")

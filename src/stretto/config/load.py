@@ -104,19 +104,24 @@ def load_config(
     resolve_paths(layer, Path.cwd())
     if saved:
         _leave_idle(tree, tree)
-    _leave_source(tree, layer)
+        _leave_ratio(tree, tree)
+    _leave_source(tree, layer, saved)
     _leave_idle(tree, layer)
+    _leave_ratio(tree, layer)
     return _validate(_merge(tree, layer), place)
 
 
-def _leave_source(below: Tree, above: Tree) -> None:
-    """Where `above` names another source of prompts, drop the one of `below`, and what was meant for it."""
+def _leave_source(below: Tree, above: Tree, saved: bool) -> None:
+    """Where `above` names another source of prompts, drop the one of `below`, and what was meant for it.
+
+    A class of the same name in another file is another task, but for a `saved` run, whose files may have been moved.
+    """
     old, new = below.get("data"), above.get("data")
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return
     task = name_in_file(new.get("task"))
-    if task is not None and task == name_in_file(old.get("task")):
-        return  # it has only been moved
+    if saved and task is not None and task == name_in_file(old.get("task")):
+        return
     if any(new.get(key) not in (None, "none", old.get(key)) for key in SOURCES):
         for key in (*SOURCES, "args"):
             old.pop(key, None)
@@ -131,10 +136,14 @@ def _leave_idle(below: Tree, above: Tree) -> None:
             continue
         if new.get(other.rpartition(".")[2], values[0]) not in values:
             old.pop(name, None)
-    learner, old = above.get("learner", {}), below.get("learner")
-    if not (isinstance(learner, dict) and isinstance(old, dict)):
+
+
+def _leave_ratio(below: Tree, above: Tree) -> None:
+    """The same for keys of `learner` that are idle by where the probability ratio starts, which two keys decide."""
+    new, old = above.get("learner", {}), below.get("learner")
+    if not (isinstance(new, dict) and isinstance(old, dict)):
         return
-    if "deterministic" in above or "old_logprobs" in learner:
+    if "deterministic" in above or "old_logprobs" in new:
         both = _merge(below, above)
         how = recomputed(both.get("deterministic", True), both["learner"].get("old_logprobs", "auto"))
         for name, used in RATIO.items():

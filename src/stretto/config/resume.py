@@ -85,6 +85,12 @@ def resume_warnings(config: Config, changed: Sequence[str]) -> list[str]:
     if "model.path" in changed and (config.learner.kl_coef > 0 or config.model.lora is not None):
         what = "what adapters are added to" if config.model.lora is not None else "what the KL is to"
         said.append(f"model.path changed: {what} is read from there, and is not compared with what it was")
+    moved = [key for key in changed if key in ("reward.functions", "data.task", "data.path")]
+    if moved:
+        said.append(
+            f"{', '.join(moved)} changed: prompts are compared with those that the run was begun with, but not the "
+            "code of rewards and tasks, nor other columns of the data: if these are others, so is what it learns"
+        )
     compared = [key for key in changed if key in COMPARED]
     if compared:
         said.append(

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from stretto.config import LearnerConfig, LoraConfig, SamplingConfig
+from stretto.config.idle import recomputed
 from stretto.errors import StrettoError
 from stretto.learn.advantages import PromptMeans, batch_advantages, group_advantages
 from stretto.learn.attention import PackedCausalAttention
@@ -88,9 +89,7 @@ class Learner:
             raise StrettoError(
                 "sampling.temperature = 0: greedy responses have no probabilities to learn from; use 1.0"
             )
-        self.recompute = config.old_logprobs == "recompute" or (
-            config.old_logprobs == "auto" and deterministic
-        )
+        self.recompute = recomputed(deterministic, config.old_logprobs)
         if deterministic and not self.recompute:
             raise StrettoError(
                 'learner.old_logprobs = "behaviour" takes the engine\'s log-probs, whose last bits depend on what '
