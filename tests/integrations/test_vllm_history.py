@@ -229,7 +229,8 @@ class TestRewards:
         rewards(file, [(PROMPT, [i], 1.0) for i in range(500)])
         heard.read()
         assert 0 < len(heard._known[UID]) < 500
-        assert "no response waits" in caplog.text
+        assert "no response waits here" in caplog.text
+        assert "other engines that read the file" in caplog.text
 
 
 def rollouts(size: int, visit: int = 1) -> list[Rollout]:

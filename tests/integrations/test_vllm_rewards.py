@@ -6,11 +6,14 @@ import json
 import math
 import os
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from stretto.draft import MAX_NODES
 from stretto.integrations.vllm import reward, rewards
 from stretto.integrations.vllm_rewards import Rewards
 from stretto.records import prompt_uid
@@ -135,6 +138,41 @@ def test_half_a_line_of_a_file_that_was_replaced_is_not_put_before_the_next_ones
     it.read()
     assert heard(it, 1) == 1.0
     assert said(caplog, "no reward") == 0
+
+
+def test_an_empty_line_is_none_and_not_said(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two writers at once may both have ended a line that a third was killed in."""
+    it = Rewards(file)
+    reward(file, PROMPT, [1], 1.0)
+    with file.open("ab") as out:
+        out.write(b"\n\n")
+    reward(file, PROMPT, [2], 2.0)
+    it.read()
+    assert [heard(it, token) for token in (1, 2)] == [1.0, 2.0]
+    assert not caplog.records
+
+
+def test_those_of_other_engines_are_passed_over_with_one_look_at_the_tokens(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several engines read one file: most that is known of a prompt is then of no response here."""
+    it, looked = Rewards(file), 0
+    others = [[i] * (MAX_NODES - 3 + i % 7) for i in range(100)]
+    rewards(file, [(PROMPT, said, float(i)) for i, said in enumerate(others)])
+    it.read()
+
+    def counting(*given: Any, **how: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return blake2b(*given, **how)
+
+    monkeypatch.setattr("stretto.integrations.vllm_rewards.blake2b", counting)
+    assert math.isnan(it.take(UID, np.full(MAX_NODES, 1000, np.int32)))
+    assert looked == 1
+    for i in (99, 5, 42):
+        behind = np.array([*others[i], 7], np.int32)  # said behind the limit
+        assert it.take(UID, behind) == float(i)
+        assert math.isnan(it.take(UID, behind))
 
 
 def test_a_file_that_cannot_be_read_is_said_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,6 +34,16 @@ def _hash(token_ids: IntArray | TokenArray) -> str:
     return blake2b(token_ids.astype("<i8").tobytes(), digest_size=16).hexdigest()
 
 
+def _prefix_hashes(token_ids: TokenArray, sizes: Collection[int]) -> dict[int, str]:
+    """`_hash` of the first so many tokens, for each of `sizes`; the tokens are gone through once."""
+    content, at, hashes = token_ids.astype("<i8").tobytes(), 0, {}
+    digest = blake2b(digest_size=16)
+    for size in sorted(sizes):
+        digest.update(content[8 * at : 8 * size])
+        hashes[size], at = digest.hexdigest(), size
+    return hashes
+
+
 class Graded(NamedTuple):
     """A response and its reward."""
 
@@ -99,9 +109,10 @@ class Rewards:
         than is drafted.
         """
         known = self._known.get(uid, [])
+        size = token_ids.size
+        hashes = _prefix_hashes(token_ids, {r.tokens for r in known if 0 <= size - r.tokens <= MAX_NODES})
         for reward in known:
-            behind = token_ids.size - reward.tokens
-            if 0 <= behind <= MAX_NODES and reward.response == _hash(token_ids[: reward.tokens]):
+            if hashes.get(reward.tokens) == reward.response:
                 known.remove(reward)
                 if not known:
                     del self._known[uid]
@@ -162,7 +173,7 @@ class Rewards:
         self._at += len(new)
         self._end = (self._end + new)[-END:]
         *lines, self._rest = (self._rest + new).split(b"\n")
-        return lines
+        return [line for line in lines if line]  # two writers at once may both have ended a torn one
 
     def _begin_anew(self, what: str) -> None:
         """The file is another one now, or has other things in it: all of it is new."""
@@ -192,8 +203,8 @@ class Rewards:
     def _lose(self, count: int) -> None:
         if count > 0 and not self._lost:
             logger.warning(
-                "%s: rewards for which no response waits are forgotten: they came too late, or their token ids are not "
-                "those that vLLM returned",
+                "%s: rewards for which no response waits here are forgotten: other engines that read the file said "
+                "these responses, or the rewards came too late, or their token ids are not those that vLLM returned",
                 self.path,
             )
             self._lost = True
