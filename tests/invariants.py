@@ -6,7 +6,8 @@ import numpy as np
 
 from stretto.buffer import Ledger
 from stretto.records import Progress, State
-from stretto.requests import ENDED
+
+ENDED = (State.CONSUMED, State.DISCARDED)
 
 
 def check(ledger: Ledger) -> None:
@@ -42,6 +43,9 @@ def check(ledger: Ledger) -> None:
     logged = {int(c.group[i - first]) for i in ledger._to_log}
     assert set(groups.members) == set(groups.prompts) == living | logged, "kept until logged, and no longer"
     check_staleness(ledger)
+    unlogged = ledger._to_log.keys()
+    assert ledger._records.keys() <= ids(State.FINISHED, State.SCORED) | unlogged, "a record of what is over"
+    assert ledger.tokens.keys() | ledger.drafts.keys() <= alive | unlogged, "tokens of what is over"
     for request_id, tokens in ledger.tokens.items():
         length = int(c.length[request_id - first])
         assert length == len(tokens.ids) == len(tokens.logprobs) == len(tokens.raw_logprobs)

@@ -17,7 +17,6 @@ from stretto.columns import NO_IDS, Columns, Tokens, is_unknown, unknown_ids
 from stretto.groups import Groups
 from stretto.records import FinishReason, IntArray, Rollout, State
 
-ENDED = (State.CONSUMED, State.DISCARDED)
 PENDING, RUNNING, PARKED, WAITING, FINISHED, SCORED, CONSUMED, DISCARDED = map(int, State)
 """Plain numbers, which numpy compares faster than members of an enumeration."""
 COUNTERS = (

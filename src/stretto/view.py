@@ -151,10 +151,6 @@ class LedgerView:
         """How often its tokens were dropped."""
         return self._ledger.cells.refreshes[request_id - self._ledger.first_id]
 
-    def has_draft(self, request_id: int) -> bool:
-        """Whether dropped tokens of it will be its draft."""
-        return request_id in self._ledger.drafts
-
     # ---- many at once: for Admit and Harvest
 
     def lengths_of(self, ids: Sequence[int]) -> IntArray:

@@ -160,6 +160,30 @@ def draft_lost(patch: Patch) -> None:
     patch.setattr(Requests, "_drop", drop)
 
 
+def logged_records_kept(patch: Patch) -> None:
+    """What is over and logged stays among the records, and memory grows."""
+    original = Requests._forget
+
+    def forget(self: Requests, ids: Sequence[int]) -> None:
+        records = {i: self._records[i] for i in ids if i in self._records}
+        original(self, ids)
+        self._records.update(records)
+
+    patch.setattr(Requests, "_forget", forget)
+
+
+def logged_drafts_kept(patch: Patch) -> None:
+    """Likewise among the drafts."""
+    original = Requests._forget
+
+    def forget(self: Requests, ids: Sequence[int]) -> None:
+        drafts = {i: self.drafts[i] for i in ids if i in self.drafts}
+        original(self, ids)
+        self.drafts.update(drafts)
+
+    patch.setattr(Requests, "_forget", forget)
+
+
 def newest_version_counts(patch: Patch) -> None:
     """A response is taken to be as old as its newest token."""
     original = Ledger._progress
@@ -310,6 +334,8 @@ BUGS: Mapping[Callable[[Patch], None], str] = {
     stop_loses_tokens: r"the ledger has \(0, .* the messages say \(2, ",
     workers_not_told: "workers were not told to let go",
     draft_lost: r"request \d+: draft",
+    logged_records_kept: "a record of what is over",
+    logged_drafts_kept: "tokens of what is over",
     newest_version_counts: "the ledger has .* the messages say",
     resume_gives_rows_again: "ids begin at",
     resume_forgets_unanswered: "waits for no answer|come to a stand",
