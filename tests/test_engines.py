@@ -51,10 +51,21 @@ def test_a_learner_of_several_processes_has_the_first_ones() -> None:
         ({"fleet.kind": "ray", "fleet.gpus": 0.0, "fleet.workers": 3}, 1, False),
         ({"fleet.kind": "ray", "fleet.workers": 2}, 2, True),
         ({"fleet.kind": "ray", "fleet.gpus": 1.0, "fleet.workers": 1, "learner.place": "cluster"}, 2, False),
+        ({"fleet.kind": "ray", "fleet.workers": 2, "learner.place": "cluster"}, 3, False),
     ],
 )
 def test_engines_that_share_a_gpu(changes: dict[str, Any], gpus: int, shared: bool) -> None:
     assert bool(shares_gpus(load_config("demo", {"engine.kind": "vllm", **changes}), gpus)) == shared
+
+
+@pytest.mark.parametrize(
+    ("place", "gpus", "who"),
+    [("here", 2, "workers and the learner"), ("cluster", 2, "workers"), ("cluster", 4, "")],
+)
+def test_who_shares_in_a_ray_of_the_runs_own(place: str, gpus: int, who: str) -> None:
+    """The learner's processes reserve GPUs of their own where they are placed in the cluster."""
+    changes = {"fleet.kind": "ray", "fleet.workers": 2, "learner.place": place}
+    assert shares_gpus(load_config("demo", {"engine.kind": "vllm", **changes}), gpus) == who
 
 
 def test_without_gpus_nothing_is_said() -> None:

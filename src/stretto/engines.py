@@ -57,6 +57,9 @@ def shares_gpus(config: Config, gpus: int) -> str:
         return "vLLM and the learner"
     each = float(_vllm_gpus(config))
     if fleet.kind == "ray":
+        if fleet.gpus is None and fleet.address is None and learner.place == "cluster":
+            # The learner's processes reserve theirs; of the others each worker has one, or a part of one.
+            return "workers" if fleet.workers > max(1, gpus - learner.shards) else ""
         each = 1.0 if fleet.gpus is None else fleet.gpus
         if 0.0 < each <= 0.5:
             return "workers"
