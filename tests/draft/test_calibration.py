@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,3 +256,15 @@ def test_no_nodes() -> None:
     calibration = Calibration()
     learn(calibration, [])
     assert curve(calibration, np.empty(0)).size == 0
+
+
+@pytest.mark.parametrize("short", range(5))
+def test_arrays_of_other_lengths_are_refused(short: int) -> None:
+    """The kernel, which checks no bounds, would read what lies behind the shorter ones."""
+    calibration = Calibration()
+    before = json.dumps(calibration.state_dict())
+    kinds = (np.float64, np.int8, np.int64, np.bool_, np.bool_)
+    arrays: list[Any] = [np.ones(2 if i == short else 3, kind) for i, kind in enumerate(kinds)]
+    with pytest.raises(ValueError, match="calibration: arrays of .*2.* nodes are not of one step"):
+        calibration.learn(*arrays)
+    assert json.dumps(calibration.state_dict()) == before

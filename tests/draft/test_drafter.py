@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,26 @@ class TestRequests:
         for it in (used, fresh):
             it.begin(0, request(7, group=1, tokens=(1, 2)))
         assert columns(propose(used, [0], [2])) == columns(propose(fresh, [0], [2]))
+
+    def test_what_siblings_say_has_its_place_whoever_is_beside_them(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Room for a step's tokens is reserved where any of its requests is in a group, not only the first."""
+        it = drafter(sources=["siblings"])
+        it.begin(0, request(0))
+        it.begin(1, request(1, group=1))
+        it._leave(0)
+        reserved: list[int] = []
+        reserve = it._pool.reserve
+
+        def noting(size: int) -> Any:
+            reserved.append(size)
+            return reserve(size)
+
+        monkeypatch.setattr(it._pool, "reserve", noting)
+        nothing = no_drafts(2)
+        it.observe(np.arange(2), nothing, *verify(nothing, [[1], [2]]))
+        assert reserved == [2]
 
     def test_the_budget_hears_of_begins_and_natural_ends(self) -> None:
         class Listens(Fixed):

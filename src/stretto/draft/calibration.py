@@ -158,9 +158,11 @@ class Calibration:
         tested.
 
         `raw` are conditional estimates before `calibrated`; `rows` index ROWS, `depth` as in `Drafts`. The table is
-        brought up to date; in steps without nodes, every IDLE of them.
+        brought up to date; in steps without nodes, every IDLE of them. Raises ValueError if N is not the same.
         """
-        assert raw.size == rows.size == depth.size == reached.size == accepted.size  # kernels check no bounds
+        sizes = raw.size, rows.size, depth.size, reached.size, accepted.size
+        if len(set(sizes)) > 1:  # the kernel would read beyond an array's end
+            raise ValueError(f"calibration: arrays of {', '.join(map(str, sizes))} nodes are not of one step")
         self._idle += 1
         if raw.size or self._idle == IDLE:
             kept, self._idle = self._decay**self._idle, 0

@@ -372,7 +372,7 @@ class HistoryDrafter:
 
     def _follow(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
         """Take the requests in `slots` (R,) over their new tokens, and add these to the responses in flight."""
-        said = tokens.size if tokens.size and self._at.group[slots[0]] >= 0 else 0
+        said = tokens.size if tokens.size and (self._at.group[slots] >= 0).any() else 0
         follow(self._frozen(), self._pool.reserve(said), self._at, slots, counts, tokens)
 
 

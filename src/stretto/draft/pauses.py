@@ -12,9 +12,10 @@ there is new history.
 
 
 class Pauses:
-    """While no node is worth checking, the 1st, 2nd, 4th, ... such step is asked, and at least every `longest`th.
+    """While no node is worth checking, the 1st, 2nd, 3rd, 5th, 9th, ... step is asked (after 0, 1, 2, 4, 8, ... in
+    vain), and at least every `longest`th.
 
-    A request that begins takes this back to the 2nd: it may have another history. Not so once that has been in vain
+    A request that begins takes this back to 2 in vain: it may have another history. Not so once that has been in vain
     often: with many in flight one begins at nearly every step, and all would be asked.
     """
 
