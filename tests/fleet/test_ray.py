@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ ray = pytest.importorskip("ray", reason="make test-ray")
 from stretto.config import ScheduleConfig, load_config  # noqa: E402
 from stretto.errors import StrettoError  # noqa: E402
 from stretto.fleet.in_process import InProcessFleet  # noqa: E402
-from stretto.fleet.ray import RayFleet, RayRanks, WeightObjects, how_it_ended, part_of_gpu  # noqa: E402
+from stretto.fleet.ray import RayChannel, RayFleet, RayRanks, WeightObjects, how_it_ended, part_of_gpu  # noqa: E402
 from stretto.fleet.ray_cluster import check_gpus, gpus_for_ray, ray_for, token_hint  # noqa: E402
 from stretto.fleet.ray_worker import as_arrays, as_tensors  # noqa: E402
 from stretto.records import Event, Loaded, WorkerDown, WorkerUp  # noqa: E402
@@ -295,6 +297,31 @@ def test_a_learner_that_leaves_no_gpu_is_refused(gpus: int, changes: dict[str, A
     settings = {"fleet.kind": "ray", "learner.place": "cluster", "model.device": "auto", **changes}
     with pytest.raises(StrettoError, match=said) if said else nullcontext():
         check_gpus(load_config("demo", settings), gpus)
+
+
+def test_what_a_process_said_is_heard_before_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has answered and ended before its number was known."""
+    where, call = object(), object()
+    waited: list[object] = []
+
+    def wait(refs: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        waited.extend(refs)
+        return ([], refs) if waited == [where] else (refs, [])
+
+    def get(ref: object) -> list[bytes]:
+        if ref is where:
+            raise ray.exceptions.RayActorError
+        return [b"last words"]
+
+    channel = RayChannel.__new__(RayChannel)
+    channel.pid, channel._where, channel._call, channel._replies = 0, where, call, deque()
+    channel._say = SimpleNamespace(remote=lambda within: object())
+    head: Any = SimpleNamespace(look=lambda: None, look_again=lambda: None)
+    channel._head, channel._errors = head, ""
+    monkeypatch.setattr("stretto.fleet.ray.ray", SimpleNamespace(wait=wait, get=get))
+    assert channel.receive(1.0) == b"last words"
+    with pytest.raises(ProcessLost, match="was lost"):
+        channel.receive(1.0)
 
 
 def test_ray_reasons_are_short_and_name_memory() -> None:

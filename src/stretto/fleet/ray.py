@@ -206,7 +206,8 @@ class RayChannel:
                 call, self._call = self._call, self._say.remote(LONGEST)
                 self._replies += ray.get(call)
                 if not self.pid:  # who has answered is there: who is killed from now on, is so by this number
-                    self.pid, self._node, self._address, self._errors = ray.get(self._where)
+                    with contextlib.suppress(RayError):  # its end is said after what it said
+                        self.pid, self._node, self._address, self._errors = ray.get(self._where)
         except RayError as error:
             self._head.look_again()
             self._ended = True
