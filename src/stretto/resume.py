@@ -47,8 +47,9 @@ def check_prompts(checkpoint: Checkpoint, fingerprint: str, inputs: Inputs, fold
 def check_ends(checkpoint: Checkpoint, inputs: Inputs, path: str) -> str:
     """Raise StrettoError if responses would end at other tokens than until the checkpoint; `path` is `model.path`.
 
-    Returns what to say where that cannot be known: checkpoints of earlier versions do not name these tokens. Those
-    that end a response are the tokenizer's there, and perhaps what the model's generation_config.json names.
+    Checkpoints of earlier versions do not name these tokens: they were the tokenizer's alone, or also those of the
+    model's generation_config.json, of which a checkpoint has a copy. Where that makes a difference the run goes on, and
+    what to say about it is returned; else nothing.
     """
     stored: Sequence[int] | None = checkpoint.state.get("ends")
     if stored is None:
