@@ -1,7 +1,9 @@
 """The second visit of a few prompts with drafts and without, by the number of responses in flight.
 
-The first visit's responses, drawn by the same model, are the history. The bound beside
-each ratio is what the tokens per step would give if drafting and verifying cost nothing but the step's own price.
+The first visit's responses, drawn by the same model, are the history. Both sides' engines step in turns, each
+step timed by itself: a machine whose speed drifts from second to second is as fast for the one as for the other. The
+bound beside each ratio is what the tokens per step would give if drafting and verifying cost nothing but the step's own
+price.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from stretto.bench.pairs import Ratio, count, require_idle
 from stretto.bench.rollout import status
 from stretto.config import Config, load_config
 from stretto.draft.drafter import HistoryDrafter
+from stretto.engine.embedded import EmbeddedEngine
 from stretto.engines import make_engine
 from stretto.errors import StrettoError
 from stretto.model import load_model
@@ -39,6 +42,40 @@ from stretto.sampling import request_key
 
 Answers = dict[int, tuple[list[int], list[float]]]
 """Token ids and log-probs by request id."""
+
+
+@dataclass(slots=True)
+class Side:
+    """An engine at work."""
+
+    engine: EmbeddedEngine
+    answers: Answers
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of the process
+
+    def step(self) -> None:
+        began, began_cpu = time.perf_counter(), time.process_time()
+        events = self.engine.step()
+        self.seconds += time.perf_counter() - began
+        self.cpu_seconds += time.process_time() - began_cpu
+        for event in events:
+            if isinstance(event, Progress):
+                assert event.token_ids is not None
+                assert event.logprobs is not None
+                ends = np.cumsum(event.counts)
+                for id, begin, end in zip(event.ids.tolist(), ends - event.counts, ends, strict=True):
+                    self.answers[id][0].extend(event.token_ids[begin:end].tolist())
+                    self.answers[id][1].extend(event.logprobs[begin:end].tolist())
+
+
+def finish(sides: Sequence[Side]) -> None:
+    """All answers of all sides, which step in turns, first one and then another first."""
+    turn = 0
+    while any(side.engine.has_work for side in sides):
+        turn += 1
+        for side in sides if turn % 2 else reversed(sides):
+            if side.engine.has_work:
+                side.step()
 
 
 class Bench:
@@ -77,10 +114,8 @@ class Bench:
             for sample in range(self.samples)
         ]
 
-    def run(
-        self, requests: Sequence[Request], slots: int, drafter: HistoryDrafter | None
-    ) -> tuple[float, float, Answers, dict[str, float]]:
-        """Seconds, CPU seconds of the process, answers and the engine's counters."""
+    def side(self, requests: Sequence[Request], slots: int, drafter: HistoryDrafter | None) -> Side:
+        """An engine that is to answer `requests`, `slots` at a time."""
         engine_config = self.config.engine.model_copy(update={"max_num_seqs": slots})
         config = self.config.model_copy(update={"engine": engine_config})
         length, clock = self.inputs.max_model_len, time.perf_counter
@@ -88,19 +123,8 @@ class Bench:
         key_values: Any = engine._key_values
         for tensor in (*key_values.keys, *key_values.values):
             tensor.zero_()  # a run's engine has its memory since its first step
-        answers: Answers = {request.id: ([], []) for request in requests}
         engine.submit(requests)
-        began, began_cpu = clock(), time.process_time()
-        while engine.has_work:
-            for event in engine.step():
-                if isinstance(event, Progress):
-                    assert event.token_ids is not None
-                    assert event.logprobs is not None
-                    ends = np.cumsum(event.counts)
-                    for id, begin, end in zip(event.ids.tolist(), ends - event.counts, ends, strict=True):
-                        answers[id][0].extend(event.token_ids[begin:end].tolist())
-                        answers[id][1].extend(event.logprobs[begin:end].tolist())
-        return clock() - began, time.process_time() - began_cpu, answers, engine.metrics()
+        return Side(engine, {request.id: ([], []) for request in requests})
 
     def drafter(self, slots: int, history: Sequence[Rollout]) -> HistoryDrafter:
         """With the first visit's responses as its history; its seconds are those of its threads' CPU time."""
@@ -140,28 +164,26 @@ def compare(bench: Bench, history: Sequence[Rollout], slots: int, count: int, pa
     step_ms = np.array(bench.config.draft.step_ms)
     same = 0
     for pair in range(pairs + 1):
-        found: dict[str, tuple[float, float, Answers, dict[str, float]]] = {}
         drafter = bench.drafter(slots, history)
-        for side in ("plain", "drafted") if pair % 2 else ("drafted", "plain"):
-            found[side] = bench.run(requests, slots, drafter if side == "drafted" else None)
-        plain_answers, drafted_answers = found["plain"][2], found["drafted"][2]
-        same = sum(plain_answers[id][0] == drafted_answers[id][0] for id in plain_answers)
+        plain, drafted = bench.side(requests, slots, None), bench.side(requests, slots, drafter)
+        finish([plain, drafted] if pair % 2 else [drafted, plain])
+        same = sum(plain.answers[id][0] == drafted.answers[id][0] for id in plain.answers)
         if pair == 0:
             continue  # the first pair warms up
-        counted, told = found["drafted"][3], drafter.metrics()
-        ratios.append(found["plain"][0] / found["drafted"][0])
+        counted, told = drafted.engine.metrics(), drafter.metrics()
+        ratios.append(plain.seconds / drafted.seconds)
         lengths.append(counted["decode_tokens"] / counted["decode_steps"])
         accepted.append(counted["accepted_tokens"] / max(1.0, counted["drafted_tokens"]))
         spent = sum(told[f"spec/{part}_seconds"] for part in ("begin", "propose", "observe", "end"))
         # The history was built before, of more responses than ran now: its part for as many.
         spent += told["spec/index/build_seconds"] * len(requests) / len(history)
-        drafting.append(spent / found["drafted"][1])
-        plain = found["plain"][3]
+        drafting.append(spent / drafted.cpu_seconds)
+        without = plain.engine.metrics()
         packed = (counted["decode_steps"] + counted["drafted_tokens"]) / counted["steps"]
         price = np.interp(
-            [plain["decode_steps"] / plain["steps"], packed], 2.0 ** np.arange(step_ms.size), step_ms
+            [without["decode_steps"] / without["steps"], packed], 2.0 ** np.arange(step_ms.size), step_ms
         )
-        bounds.append(plain["steps"] * price[0] / (counted["steps"] * price[1]))
+        bounds.append(without["steps"] * price[0] / (counted["steps"] * price[1]))
     return {
         "in_flight": slots,
         "responses": len(requests),
@@ -201,10 +223,11 @@ def main(argv: Sequence[str] = ()) -> int:
         )
     others = require_idle(limit=float("inf") if options.busy else 0.2)
     first = bench.requests(0)
-    _, _, answers, _ = bench.run(first, bench.config.engine.max_num_seqs, None)
+    visited = bench.side(first, bench.config.engine.max_num_seqs, None)
+    finish([visited])
     shift = 1 if options.useless else 0
     history = [
-        rollout(bench.prompts[(request.group + shift) % len(bench.prompts)], answers[request.id])
+        rollout(bench.prompts[(request.group + shift) % len(bench.prompts)], visited.answers[request.id])
         for request in first
     ]
     rows = [

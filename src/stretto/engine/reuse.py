@@ -63,6 +63,8 @@ class PrefixReuse:
 
     def held(self, slots: IntArray) -> BoolArray:
         """Which of `slots` (R,) have tokens to try."""
+        if not self._held:
+            return np.zeros(slots.size, np.bool_)
         return np.array([slot in self._held for slot in slots.tolist()], np.bool_)
 
     def paths(self, slots: IntArray, generated: IntArray, room: IntArray, most: int) -> Drafts:
