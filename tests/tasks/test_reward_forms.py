@@ -46,7 +46,7 @@ def test_a_failed_batch_is_repeated_one_by_one(
     assert message in scores[8].message
 
 
-def test_a_wrong_count_is_repeated_one_by_one_and_said_once(
+def test_a_wrong_count_is_the_functions_fault_and_said_once(
     pool: Callable[..., Pool], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = pool(functions.trl)
@@ -64,8 +64,8 @@ def test_a_wrong_count_is_repeated_one_by_one_and_said_once(
     assert wait_until(lambda: len(made.workers.queue) == 3)  # which become one call
     gate.set()
     scorer.join()
-    assert [s.reward for s in scores] == [1.0, 1.0, 0.0]
-    assert made.workers.metrics()["reward/retried"] == 3
+    assert [s.status for s in scores] == ["invalid"] * 3  # alone, each would have got one reward
+    assert made.workers.metrics()["reward/retried"] == 0
     assert caplog.text.count("returned 1 rewards for 3 completions") == 1
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.tasks.calls import RewardFunction, Sample, SplitBatch
+from stretto.tasks.calls import RewardFunction, Sample
 from stretto.tasks.rewards import RewardSpec, Score, Scorer
 
 COLUMNS = ("prompt", "answer", "level")
@@ -193,12 +193,10 @@ def test_what_is_no_number_is_invalid(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, [1.0], [1.0] * 3, "ab", None, {"a": 1.0, "b": 1.0}])
-def test_a_wrong_count_splits_the_batch_and_alone_it_is_invalid(value: Any) -> None:
-    given = spec(lambda completions, **_: value)
-    with pytest.raises(SplitBatch, match="for 2 completions"):
-        score(given, "a", "b")
-    alone = score(given, "a")[0]
-    assert alone.status == ("ok" if value == [1.0] else "invalid")
+def test_a_wrong_count_is_invalid_for_all_of_the_batch(value: Any) -> None:
+    found = score(spec(lambda completions, **_: value), "a", "b")
+    assert [score.status for score in found] == ["invalid"] * 2
+    assert "for 2 completions" in found[0].message
 
 
 def test_tensors_and_arrays_count_as_lists() -> None:

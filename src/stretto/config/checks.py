@@ -312,7 +312,10 @@ def require_source(config: Config) -> None:
         StrettoError: the configuration names no source of prompts.
     """
     if all(getattr(config.data, key) is None for key in SOURCES):
-        raise StrettoError('no prompts: set one of data.task (such as "knights"), data.path or data.dataset')
+        raise StrettoError(
+            'no prompts: set one of data.task (such as "knights"), data.path or data.dataset (a run whose rows were '
+            "given in Python goes on with stretto.Trainer.resume(folder, data=...))"
+        )
 
 
 def _reuse_warnings(config: Config) -> list[str]:

@@ -83,7 +83,7 @@ class RewardFunction:
             raise SplitBatch(values.message)
         return [values]
 
-    def call_together(self, samples: Sequence[Sample]) -> Sequence[Any] | Failure:
+    def call_together(self, samples: Sequence[Sample]) -> Sequence[Any]:
         chat = [isinstance(sample.row.get(self.prompt_column), list) for sample in samples]
         texts = [sample.completion for sample in samples]
         columns = dict.fromkeys(key for sample in samples for key in sample.row)
@@ -104,7 +104,8 @@ class RewardFunction:
         size = len(values) if hasattr(values, "__len__") and not isinstance(values, str | Mapping) else None
         if size != len(samples):
             count = "no list" if size is None else f"{size} rewards"
-            return Failure("invalid", f"{self.name} returned {count} for {len(samples)} completions")
+            failure = Failure("invalid", f"{self.name} returned {count} for {len(samples)} completions")
+            return [failure] * len(samples)  # alone, a single reward would look right
         return list(values)
 
     def call_each(self, samples: Sequence[Sample]) -> Sequence[Any]:

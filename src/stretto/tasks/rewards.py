@@ -70,7 +70,8 @@ class RewardSpec:
         if "task" in names and not hasattr(self.task, "score"):
             raise StrettoError(
                 "reward.functions: the data has no verifier of its own; name a reward function, "
-                f"such as {', '.join(map(repr, BUILT_IN))} or 'package.module:function'"
+                f"such as {', '.join(map(repr, BUILT_IN))} or 'package.module:function' (a run whose function was "
+                "given in Python goes on with stretto.Trainer.resume(folder, reward=...))"
             )
         if self.weights and len(self.weights) != len(self.functions):
             raise StrettoError(

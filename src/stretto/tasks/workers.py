@@ -364,7 +364,7 @@ class RewardWorkers:
             "a response has no reward (%s): %s (said once; counted in reward/%s)%s",
             status,
             reason,
-            status,
+            "timeouts" if status == "timeout" else "errors",
             "; further reasons are not shown" if last else "",
         )
 
