@@ -77,6 +77,15 @@ def test_the_summary_is_complete_for_a_program(folder: Path) -> None:
     assert len(found["metrics"]) == STEPS + 1
 
 
+def test_the_summary_says_how_many_responses_had_no_reward(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run", dump_toml(load_config(None, {"steps": 3}))) as run:
+        run.append_metrics({"step": 1, "reward/mean": None, "reward/errors": 5, "reward/timeouts": 1})
+        run.append_metrics({"step": 2, "reward/mean": 0.5, "reward/errors": 2})
+        run.append_metrics({"step": 3, "reward/mean": 0.5})
+    text = printed(tmp_path / "run")
+    assert "8 responses had no usable reward; in 1 of 3 steps no response had one" in text
+
+
 def test_the_summary_fits_a_screen(folder: Path) -> None:
     text = printed(folder)
     assert "0.010 to 0.200" in text

@@ -18,7 +18,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.history.log import read_rollouts
 from stretto.metrics_file import plain
 from stretto.observe.live import sparkline
-from stretto.observe.progress import evaluation_text, headline, number, percent
+from stretto.observe.progress import evaluation_text, headline, number, percent, without_reward
 from stretto.records import Rollout
 from stretto.run_folder import RunFolder
 
@@ -71,6 +71,10 @@ def summary_text(found: Mapping[str, Any]) -> RenderableType:
     if rewards:
         curve = Text(sparkline(rewards, CURVE), style="green")
         parts.append(Text.assemble("reward  ", curve, f"  {rewards[0]:.3f} to {rewards[-1]:.3f}"))
+    if failed := sum(map(without_reward, steps)):
+        without = len(steps) - len(rewards)
+        text = f"{failed:,} responses had no usable reward; in {without} of {len(steps)} steps no response had one"
+        parts.append(Text(text, style="red"))
     evaluated = [row for row in found["metrics"] if row.get("eval/accuracy") is not None]
     parts += [Text(f"evaluation step {row['step']}: {evaluation_text(row)}") for row in evaluated]
     if steps:

@@ -98,6 +98,13 @@ def test_plain_is_one_line_per_step() -> None:
     assert lines[5] == "a message"
 
 
+def test_responses_without_a_reward_are_shown_at_every_step_that_has_any() -> None:
+    reporter = PlainReporter(io.StringIO())
+    reporter.start(load_config(), 3)
+    reporter.step({**STEP, "reward/mean": math.nan, "reward/errors": 5, "reward/timeouts": 1})
+    assert "reward –  (6 responses without)  length" in reporter._stream.getvalue()  # type: ignore[attr-defined]
+
+
 def test_what_drafts_brought_is_shown_where_there_were_any() -> None:
     step = {**STEP, "spec/drafted": 200, "spec/accepted": 150, "spec/mean_acceptance_length": 2.345}
     step |= {"spec/time_share": 0.043, "spec/accepted/siblings": 30, "spec/accepted/history": 120}

@@ -112,10 +112,11 @@ class PlainReporter:
     def step(self, metrics: Mapping[str, Any]) -> None:
         self._eta.add(metrics)
         step, total = metrics["step"], self._total
-        drafted = drafts(metrics)
+        drafted, failed = drafts(metrics), without_reward(metrics)
         split = "  ".join(f"{name} {share:.0%}" for name, share in time_split(metrics).items())
         self._say(
             f"step {step:>{len(str(total))}}/{total}  reward {number(metrics, 'reward/mean', '.3f')}  "
+            f"{f'({failed} responses without)  ' if failed else ''}"
             f"length {number(metrics, 'response_length/mean', '.0f')} "
             f"(p99 {number(metrics, 'response_length/p99', '.0f')})  "
             f"{number(metrics, 'throughput/useful_tokens_per_s', ',.0f')} tokens/s  "
@@ -167,7 +168,7 @@ def headline(config: Config, total_steps: int, run: str) -> str:
 
 def evaluation_text(metrics: Mapping[str, Any]) -> str:
     """Accuracy with its interval, from keys that start with `eval/`, in one line."""
-    failed = int(metrics.get("eval/reward/errors", 0)) + int(metrics.get("eval/reward/timeouts", 0))
+    failed = without_reward(metrics, "eval/")
     return (
         f"accuracy {percent(metrics.get('eval/accuracy'))} (95% interval {percent(metrics.get('eval/accuracy/low'))} "
         f"to {percent(metrics.get('eval/accuracy/high'))}, {metrics.get('eval/prompts', 0)} prompts)  "
@@ -175,6 +176,11 @@ def evaluation_text(metrics: Mapping[str, Any]) -> str:
         f"(p99 {number(metrics, 'eval/response_length/p99', '.0f')})"
         + (f"  {failed} responses without a reward" if failed else "")
     )
+
+
+def without_reward(metrics: Mapping[str, Any], where: str = "") -> int:
+    """Responses of a step, or of an evaluation (`eval/`), that have no usable reward."""
+    return sum(int(metrics.get(f"{where}reward/{kind}", 0)) for kind in ("errors", "timeouts"))
 
 
 def time_split(metrics: Mapping[str, Any]) -> dict[str, float]:
