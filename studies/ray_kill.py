@@ -39,6 +39,7 @@ from stretto.model import load_model
 from stretto.observe.progress import SilentReporter
 from stretto.records import Progress, Request, Rollout, SamplingParams, State
 from stretto.trainer import Trainer
+from studies.cells import steps_of
 
 SETTINGS: dict[str, Any] = {
     "steps": 4,
@@ -160,11 +161,20 @@ def problems(folder: Path, config: Config) -> list[str]:
         columns = (rollout.logprobs, rollout.raw_logprobs, rollout.versions, rollout.loss_mask)
         if {column.size for column in columns} != {rollout.token_ids.size}:
             found.append(f"response {rollout.request_id}: columns of different lengths")
-    if [len(update) for update in updates] != [
-        config.schedule.prompts * config.schedule.samples
-    ] * config.steps:
-        found.append(f"updates of {[len(update) for update in updates]} responses")
+    sizes, expected = [len(update) for update in updates], batches(folder, config)
+    if sizes != expected:
+        found.append(f"updates of {sizes} responses instead of {expected}")
     return found + differing(folder, config, ended)
+
+
+def batches(folder: Path, config: Config) -> list[int]:
+    """Responses of each update: of `prompts` groups, less the outliers that `histopipe` defers to the next one."""
+    deferred = [int(line.get("schedule/deferred", 0)) for line in steps_of(folder)]
+    deferred += [0] * (config.steps - len(deferred))
+    groups = [
+        config.schedule.prompts + before - now for before, now in zip([0, *deferred], deferred, strict=False)
+    ]
+    return [count * config.schedule.samples for count in groups]
 
 
 def differing(folder: Path, config: Config, rollouts: Sequence[Rollout]) -> list[str]:

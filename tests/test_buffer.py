@@ -138,13 +138,19 @@ def test_an_update_takes_whole_scored_groups_only() -> None:
     check(book)
 
 
-def test_finished_responses_are_reported_once_whatever_became_of_them() -> None:
+def one_of_two_consumed() -> Ledger:
+    """Two prompts' single responses are scored, and the first is consumed."""
     book = ledger()
     book.admit([(prompt(0), 0), (prompt(1), 0)], 1)
     requests = book.start([0, 1], worker=0)
     book.apply([progress(requests, [[1], [2]]), *(Finished(0, r.id, 1, FinishReason.STOP) for r in requests)])
     book.apply([Scored(0, 1, 1.0), Scored(1, 1, 1.0)])
     book.harvest([0])
+    return book
+
+
+def test_finished_responses_are_reported_once_whatever_became_of_them() -> None:
+    book = one_of_two_consumed()
     assert [(r.request_id, r.outcome) for r in book.take_finished()] == [
         (0, State.CONSUMED),
         (1, State.SCORED),
@@ -254,12 +260,7 @@ def test_what_has_been_logged_leaves_no_objects_behind() -> None:
 
 
 def test_who_keeps_no_log_forgets_what_is_over_all_the_same() -> None:
-    book = ledger()
-    book.admit([(prompt(0), 0), (prompt(1), 0)], 1)
-    requests = book.start([0, 1], worker=0)
-    book.apply([progress(requests, [[1], [2]]), *(Finished(0, r.id, 1, FinishReason.STOP) for r in requests)])
-    book.apply([Scored(0, 1, 1.0), Scored(1, 1, 1.0)])
-    book.harvest([0])
+    book = one_of_two_consumed()
     book.forget_finished()
     check(book)
     assert list(book.groups.members) == [1]

@@ -20,7 +20,6 @@ from stretto.history.log import read_rollouts
 from stretto.observe.progress import SilentReporter
 from stretto.records import State
 from stretto.run import RunResult
-from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer, train
 from tests.models import tiny_model
 from tests.rewards import brief, failing
@@ -250,28 +249,6 @@ def test_resume_refuses_to_become_another_run(undisturbed: Path) -> None:
         Trainer.resume(undisturbed, {"learner.learning_rate": 1.0})
 
 
-def test_a_run_goes_back_to_before_its_best_checkpoint(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"steps": 4, "eval.enabled": True, "eval.limit": 1, "eval.every": 2}
-    changes["reward.functions"] = [f"{REWARDS}:later_is_better"]
-    folder = Trainer(small(tmp_path, "back", **changes)).run().folder
-    steps = RunFolder.open(folder).checkpoint_steps
-    assert steps() == [3, 4]  # at step 3 the best was step 2, which step 4 has replaced
-    Trainer.resume(folder, step=3).run()
-    assert steps() == [3, 4]
-    assert (folder / "best").resolve().name == "step-000004"
-
-
-def test_a_new_way_to_evaluate_chooses_the_best_checkpoint_anew(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"steps": 2, "eval.enabled": True, "eval.limit": 1, "eval.every": 1}
-    changes["reward.functions"] = [f"{REWARDS}:earlier_is_better"]
-    folder = Trainer(small(tmp_path, "anew", **changes)).run().folder
-    assert (folder / "best").resolve().name == "step-000001"
-    reporter = Messages()
-    Trainer.resume(folder, {"steps": 3, "eval.limit": 2}, reporter=reporter).run()
-    assert (folder / "best").resolve().name == "step-000003"
-    assert any("eval.limit changed: accuracies" in text for text in reporter.texts)
-
-
 class Messages(SilentReporter):
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -353,50 +330,3 @@ def test_the_library_trains_on_rows_and_a_function(tmp_path: Path) -> None:
         },
     )
     assert metrics(result.folder)[0]["reward/mean"] > 0
-
-
-def test_evaluation_comes_out_again(tmp_path: Path) -> None:
-    changes = {"eval.enabled": True, "eval.limit": 6, "steps": 1}
-    config = small(tmp_path, "evaluated", **changes)
-    result = Trainer(config).run()
-    assert result.before is not None
-    assert result.after is not None
-    for checkpoint, expected in (
-        ("initial", result.before),
-        ("latest", result.after),
-        ("step-000001", result.after),
-    ):
-        found = stretto.evaluate(config, run=result.folder, checkpoint=checkpoint)
-        for key in ("eval/accuracy", "eval/response_length/mean", "eval/prompts"):
-            assert found[key] == expected[key], (checkpoint, key)
-    with pytest.raises(StrettoError, match="step 7"):
-        stretto.evaluate(config, run=result.folder, checkpoint="step-7")
-
-
-class KillInEvaluation(SilentReporter):
-    """Sends SIGTERM while the evaluation after step 1 is under way."""
-
-    def __init__(self) -> None:
-        self._armed = False
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        self._armed = metrics["step"] == 1
-
-    def rollout(self, done: int, total: int, tokens: int) -> None:
-        if self._armed and total == 5 and done:  # the held-out rows; a step has 6 responses
-            self._armed = False
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_an_evaluation_that_was_broken_off_is_made_on_resume(tmp_path: Path) -> None:
-    changes = {"eval.enabled": True, "eval.limit": 5, "eval.every": 1, "steps": 2, "checkpoint.every": 10}
-    whole = Trainer(small(tmp_path, "whole", **changes)).run().folder
-    broken = Trainer(small(tmp_path, "broken", **changes), reporter=KillInEvaluation()).run()
-    assert (broken.interrupted, broken.steps) == (True, 1)
-    assert [line["step"] for line in metrics(broken.folder)] == [0]
-    Trainer.resume(broken.folder).run()
-    keys = ("step", "eval/accuracy", "eval/response_length/mean", "reward/mean")
-    assert [[line.get(k) for k in keys] for line in metrics(broken.folder)] == [
-        [line.get(k) for k in keys] for line in metrics(whole)
-    ]
-    assert_same_run(whole, broken.folder)

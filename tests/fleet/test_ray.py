@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,8 @@ ray = pytest.importorskip("ray", reason="make test-ray")
 from stretto.config import ScheduleConfig, load_config  # noqa: E402
 from stretto.errors import StrettoError  # noqa: E402
 from stretto.fleet.in_process import InProcessFleet  # noqa: E402
-from stretto.fleet.ray import RayChannel, RayFleet, RayRanks, WeightObjects, how_it_ended, part_of_gpu  # noqa: E402
-from stretto.fleet.ray_cluster import check_gpus, gpus_for_ray, ray_for, token_hint  # noqa: E402
+from stretto.fleet.ray import RayChannel, RayFleet, RayRanks, WeightObjects, how_it_ended  # noqa: E402
+from stretto.fleet.ray_cluster import ray_for, token_hint  # noqa: E402
 from stretto.fleet.ray_worker import as_arrays, as_tensors  # noqa: E402
 from stretto.records import Event, Loaded, WorkerDown, WorkerUp  # noqa: E402
 from stretto.schedule import make_schedule  # noqa: E402
@@ -252,51 +252,6 @@ def test_a_full_object_store_names_the_way_on(error: Exception, monkeypatch: pyt
     monkeypatch.setattr(ray, "put", put)  # Ray's own store grows onto the disk before it is full
     with pytest.raises(StrettoError, match=r"version 3: Ray's object store .* `stretto resume`"):
         WeightObjects().write(WeightsRef(3, "copy", {"a": torch.ones(2)}))
-
-
-@pytest.mark.parametrize(
-    ("workers", "gpus", "expected"), [(2, 2, 1.0), (2, 8, 1.0), (2, 1, 0.5), (3, 1, 0.3333), (3, 2, 0.5)]
-)
-def test_workers_share_what_gpus_there_are(workers: int, gpus: int, expected: float) -> None:
-    assert part_of_gpu(workers, gpus) == expected
-
-
-@pytest.mark.parametrize(
-    ("devices", "changes", "expected"),
-    [
-        ("3,5,6", {}, ["5", "6"]),
-        ("3,5", {}, None),  # shared with the learner
-        ("3,5,6,7", {"learner.shards": 2}, ["6", "7"]),
-        ("3,5", {"fleet.gpus": 0.5}, ["5"]),
-        ("3,5,6", {"learner.place": "cluster"}, None),
-        ("3,5,6", {"model.device": "cpu"}, None),
-    ],
-)
-def test_a_ray_of_ones_own_leaves_the_learner_its_gpus(
-    devices: str, changes: dict[str, Any], expected: list[str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
-    config = load_config("demo", {"fleet.kind": "ray", "fleet.workers": 2, "model.device": "auto", **changes})
-    assert gpus_for_ray(config) == expected
-
-
-@pytest.mark.parametrize(
-    ("gpus", "changes", "said"),
-    [
-        (1, {}, "leaves 0 of this machine's 1 GPUs to the workers, of which one needs 1: "),
-        (2, {"learner.shards": 2}, r'use learner\.place = "here", .* or fleet\.gpus = 0'),
-        (1, {"fleet.gpus": 0.5}, "of which one needs 0.5"),
-        (2, {}, ""),
-        (1, {"fleet.gpus": 0.0}, ""),
-        (1, {"learner.place": "here"}, ""),
-        (1, {"model.device": "cpu"}, ""),
-        (0, {}, ""),
-    ],
-)
-def test_a_learner_that_leaves_no_gpu_is_refused(gpus: int, changes: dict[str, Any], said: str) -> None:
-    settings = {"fleet.kind": "ray", "learner.place": "cluster", "model.device": "auto", **changes}
-    with pytest.raises(StrettoError, match=said) if said else nullcontext():
-        check_gpus(load_config("demo", settings), gpus)
 
 
 def test_what_a_process_said_is_heard_before_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

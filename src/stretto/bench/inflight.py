@@ -37,6 +37,7 @@ from stretto.engine.embedded import EmbeddedEngine
 from stretto.engines import make_engine
 from stretto.errors import StrettoError
 from stretto.model import load_model
+from stretto.observe.metrics import drafting_seconds
 from stretto.records import Progress, Prompt, Purpose, Request, Rollout
 from stretto.sampling import request_key
 
@@ -174,7 +175,7 @@ def compare(bench: Bench, history: Sequence[Rollout], slots: int, count: int, pa
         ratios.append(plain.seconds / drafted.seconds)
         lengths.append(counted["decode_tokens"] / counted["decode_steps"])
         accepted.append(counted["accepted_tokens"] / max(1.0, counted["drafted_tokens"]))
-        spent = sum(told[f"spec/{part}_seconds"] for part in ("begin", "propose", "observe", "end"))
+        spent = drafting_seconds(told)
         # The history was built before, of more responses than ran now: its part for as many.
         spent += told["spec/index/build_seconds"] * len(requests) / len(history)
         drafting.append(spent / drafted.cpu_seconds)

@@ -26,11 +26,11 @@ from stretto.config import Config, load_config
 from stretto.errors import StrettoError
 from stretto.history.log import read_rollouts
 from stretto.model import location
+from stretto.observe.metrics import drafting_seconds
 from stretto.run_folder import RunFolder
 from stretto.trainer import Trainer
 
 SIDES = ("plain", "drafted")
-PARTS = ("begin", "propose", "observe", "end")  # of what a drafter is asked for
 
 
 def extend(config: Config, folder: Path, steps: int) -> None:
@@ -92,9 +92,7 @@ def compare(base: Config, visits: int, runs: Path) -> list[dict[str, Any]]:
 
 def draft_seconds(line: dict[str, Any]) -> float:
     """Drafting's in a step, and the building thread's."""
-    return sum(float(line[f"spec/{part}_seconds"]) for part in PARTS) + float(
-        line["spec/index/build_seconds"]
-    )
+    return drafting_seconds(line) + float(line["spec/index/build_seconds"])
 
 
 def prompt_lookup(config: Config, responses: int) -> Ratio:
