@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.engine.responses import Span, uniform
-from stretto.engine.simulated import StepCost
+from stretto.engine.simulated import SimulatedEngine, StepCost
 from stretto.records import (
     Finished,
     FinishReason,
@@ -194,19 +194,30 @@ class TestMemory:
         roomy.run()
         assert roomy.ends()[2][0] < log.ends()[2][0]
 
+    def test_a_sibling_that_comes_back_alone_computes_the_prompt_itself_and_waits_for_nobody(self) -> None:
+        spans: list[Span] = []
+        log = build(lengths(11, 10, 20), kv_tokens=32, cost=StepCost(base=1.0, per_token=0.0), spans=spans)
+        log.engine.submit([request(0, group=1), request(1, group=0), request(2, group=0)])
+        assert log.run().tokens() == {0: 11, 1: 10, 2: 20}
+        first, second = (span for span in spans if span.id == 2)
+        assert (first.why, second.start) == ("preempted", log.ends()[1][0])
+        assert first.end - first.start == first.tokens + 1  # a step until the prompt is there
+        assert second.end - second.start == 20 - first.tokens
+
     @settings(max_examples=40)
     @given(whole=st.lists(st.integers(1, 40), min_size=1, max_size=8), kv=st.integers(45, 120))
     def test_what_is_held_never_exceeds_it(self, whole: list[int], kv: int) -> None:
         log = build(lengths(*whole), kv_tokens=kv, slots=4)
         log.engine.submit([request(n) for n in range(len(whole))])
-        advance = log.engine._advance
+        advance = SimulatedEngine._advance
 
-        def checked(steps: int) -> None:
-            advance(steps)
-            assert log.engine._context <= kv
+        def checked(engine: SimulatedEngine, steps: int) -> None:
+            advance(engine, steps)
+            assert engine._context <= kv
 
-        log.engine._advance = checked  # type: ignore[method-assign]
-        assert log.run().tokens() == dict(enumerate(whole))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SimulatedEngine, "_advance", checked)
+            assert log.run().tokens() == dict(enumerate(whole))
 
 
 class TestDropped:
@@ -325,3 +336,8 @@ def test_uniform_is_uniform() -> None:
     drawn = np.sort([uniform(n, 3) for n in range(20_000)])
     distance = np.abs(drawn - (np.arange(20_000) + 0.5) / 20_000).max()
     assert distance < 1.95 / np.sqrt(20_000)
+
+
+def test_engines_are_kept_small() -> None:
+    """Of a large cluster's each is looked at in turn."""
+    assert not hasattr(build(lengths(1)).engine, "__dict__")

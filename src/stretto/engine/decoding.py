@@ -185,8 +185,7 @@ class Decoding:
                     return
             if prompt:
                 self._begun.add(group)
-            else:
-                response.late = group in self._begun
+            response.late = not prompt and group in self._begun
             before = self._extra
             if prompt or response.held:
                 self._counters.prefill_tokens += prompt + response.held

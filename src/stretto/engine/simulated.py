@@ -42,6 +42,11 @@ class SimulatedEngine(Decoding):
     a model tells them every step. A response taken away before its first step has ended has made that step's token.
     """
 
+    __slots__ = (
+        "_absent", "_arrivals", "_changed", "_coming", "_counted", "_loads", "_plan", "alive", "load_seconds",
+        "runtime",
+    )  # fmt: skip
+
     def __init__(
         self,
         runtime: SimulatedRuntime,
