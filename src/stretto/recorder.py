@@ -30,7 +30,10 @@ from stretto.tasks.prompts import PromptStream
 from stretto.tasks.workers import RewardWorkers
 
 SENT_BACK = ("refreshes", "forced_refreshes")
-ENGINE_METRICS = ("steps", "decode_steps", "prefill_tokens", "model_seconds", "sampling_seconds")
+ENGINE_METRICS = (
+    "steps", "decode_steps", "prefill_tokens", "busy_squares", "busy_prefill_tokens", "busy_slot_seconds",
+    "worker_seconds", "model_seconds", "sampling_seconds",
+)  # fmt: skip
 
 
 @dataclass(slots=True)

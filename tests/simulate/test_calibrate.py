@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stretto.cli import run as stretto
 from stretto.config import dump_toml, load_config
 from stretto.errors import StrettoError
-from stretto.history.log import write_rollouts
+from stretto.history.log import read_rollouts, write_rollouts
 from stretto.records import FinishReason, Prompt, Rollout, State
 from stretto.simulate.calibrate import calibration, non_negative
 from stretto.simulate.scenario import load_scenario
@@ -79,6 +79,51 @@ def test_the_fit_finds_the_step_model_that_made_the_run(run: Path) -> None:
     assert measured["drafts"] == {"tokens_per_step": [1.0], "nodes": 0.0}
     assert measured["between_steps"] == 0.0
     assert measured["relative_error"] == pytest.approx({"rollout": 0.0, "update": 0.0}, abs=1e-9)
+
+
+def test_busy_slots_tell_a_steps_price_where_long_updates_have_more_of_everything(run: Path) -> None:
+    """Nearly the same mix in each update, on a machine whose speed drifts by a tenth."""
+    random = np.random.default_rng(3)
+    path, lines = run / "metrics.jsonl", []
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        rollouts = read_rollouts(run / "rollouts" / f"step-{line['step']:06d}.parquet")
+        ends = np.array([rollout.token_ids.size for rollout in rollouts])
+        ends.sort()
+        running = (ends > np.arange(ends[-1])[:, None]).sum(axis=1)
+        step_seconds = (0.004 + 0.001 * running) * random.lognormal(0.0, 0.1)
+        lines.append(
+            line
+            | {
+                "engine/steps": running.size,
+                "engine/prefill_tokens": 0,
+                "engine/decode_steps": int(running.sum()),
+                "engine/busy_squares": int((running**2).sum()),
+                "engine/busy_prefill_tokens": 0,
+                "engine/busy_slot_seconds": float((running * step_seconds).sum()),
+                "engine/worker_seconds": float(step_seconds.sum()),
+                "time/rollout": float(step_seconds.sum()),
+            }
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cost = calibration(run)["cost"]
+    assert cost["base"] == pytest.approx(0.004, rel=0.1)
+    assert cost["per_token"] == pytest.approx(0.001, rel=0.1)
+    path.write_text("".join(json.dumps(_older(line)) + "\n" for line in lines))
+    assert calibration(run)["cost"]["base"] != pytest.approx(0.004, rel=0.2)
+
+
+def test_two_workers_steps_cost_what_one_workers_do(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    two = [
+        line | {"engine/worker_seconds": line["time/rollout"], "time/rollout": line["time/rollout"] / 2}
+        for line in lines
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in two))
+    assert calibration(run)["cost"]["base"] == pytest.approx(TRUE["base"])
+
+
+def _older(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.startswith("engine/busy")}
 
 
 def test_the_command_prints_a_scenario_that_replays_the_run(

@@ -196,13 +196,17 @@ class EmbeddedEngine:
 
     def metrics(self) -> dict[str, float]:
         """Since the last call: `steps`, `decode_steps` (of one request each), `decode_tokens` (sampled),
-        `prefill_tokens` (computed besides), drafted and accepted ones; `reuse_*` as in `PrefixReuse.learn`; seconds.
+        `prefill_tokens` (computed besides), drafted and accepted ones; `busy_*`: of each step times its requests;
+        `reuse_*` as in `PrefixReuse.learn`; seconds.
         """
         counted = self._counters
-        tokens = [f"{kind}_tokens" for kind in ("prefill", "decode", "drafted", "accepted", "reverified")]
+        kinds = ("prefill", "busy_prefill", "decode", "drafted", "accepted", "reverified")
+        tokens = [f"{kind}_tokens" for kind in kinds]
         reuse = ("reuse_kept_tokens", "reuse_tried", "reuse_whole")
         seconds = [f"{part}_seconds" for part in ("busy_slot", "step", "model", "sampling")]
-        self._counters = dict.fromkeys(("steps", "decode_steps", *tokens, *reuse, *seconds), 0.0)
+        self._counters = dict.fromkeys(
+            ("steps", "decode_steps", "busy_squares", *tokens, *reuse, *seconds), 0.0
+        )
         return counted
 
     def _admit(self) -> None:
@@ -392,6 +396,8 @@ class EmbeddedEngine:
 
     def _count(self, prefilled: int, busy: int, seconds: float) -> None:
         self._counters["steps"] += 1
+        self._counters["busy_squares"] += busy * busy
+        self._counters["busy_prefill_tokens"] += busy * prefilled
         self._counters["prefill_tokens"] += prefilled
         self._counters["step_seconds"] += seconds
         self._counters["busy_slot_seconds"] += busy * seconds

@@ -174,7 +174,7 @@ class VllmEngine:
         answers, self._events = self._events, []
         if not self._slot_of:
             return answers
-        busy = len(self._slot_of)
+        busy, prefilled = len(self._slot_of), self._counters["prefill_tokens"]
         proposal = self._draft()
         model = self._clock()
         outputs, drawn = self._forward()
@@ -187,6 +187,8 @@ class VllmEngine:
             self._counters["sampling_seconds"] += drawn.seconds
             events = self._take(outputs, drawn, proposal)
         self._counters["steps"] += 1
+        self._counters["busy_squares"] += busy * busy
+        self._counters["busy_prefill_tokens"] += busy * (self._counters["prefill_tokens"] - prefilled)
         self._counters["step_seconds"] += self._clock() - began
         self._counters["busy_slot_seconds"] += busy * (self._clock() - began)
         return events + answers
@@ -196,10 +198,13 @@ class VllmEngine:
         `sampling_seconds`.
         """
         counted = self._counters
-        tokens = [f"{kind}_tokens" for kind in ("prefill", "decode", "drafted", "accepted", "reverified")]
+        kinds = ("prefill", "busy_prefill", "decode", "drafted", "accepted", "reverified")
+        tokens = [f"{kind}_tokens" for kind in kinds]
         reuse = ("reuse_kept_tokens", "reuse_tried", "reuse_whole")
         seconds = [f"{part}_seconds" for part in ("busy_slot", "step", "model", "sampling")]
-        self._counters = dict.fromkeys(("steps", "decode_steps", *tokens, *reuse, *seconds), 0.0)
+        self._counters = dict.fromkeys(
+            ("steps", "decode_steps", "busy_squares", *tokens, *reuse, *seconds), 0.0
+        )
         return counted
 
     def close(self) -> None:

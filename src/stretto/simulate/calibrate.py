@@ -2,9 +2,14 @@
 
 Of each update the metrics hold the engine's steps, prefilled tokens and seconds; the log holds the responses, hence the
 tokens decoded and the K/V entries read (a response of n tokens after a prompt of p reads the sum of p + i over its n
-tokens). Seconds are regressed on these four by least squares with coefficients of at least 0; likewise the update's
-seconds on its tokens. What a run writes at its boundaries counts with the update. How long a reward takes is what the
-last one of an update was waited for (the timeline has it); the rest of the time between engine steps counts with them.
+tokens). Seconds are regressed on these four by least squares with coefficients of at least 0; errors count relative to
+the seconds, since a machine that is slow for a while is so by a factor. Sums over updates tell a step's price from its
+tokens' badly: long updates have more of both. So each update gives a second equation, of its slots' busy seconds, in
+which a step counts as often as it has requests in it (`engine/busy_*`; each request is taken to have the update's mean
+tokens and K/V entries). How fast the machine was is in both, so their difference is without it and
+counts `DRIFTLESS` times as much as their mean. Likewise the update's seconds on its tokens. What a run writes at its
+boundaries counts with the update. How long a reward takes is what the last one of an update was waited for (the
+timeline has it); the rest of the time between engine steps counts with them.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from stretto.history.log import read_rollouts
 from stretto.records import FloatArray, Rollout
 
 FEWEST = 5  # updates that a fit needs
+DRIFTLESS = 4.0  # a machine's speed drifts by a tenth, what the difference of its equations leaves out by a few percent
 
 
 def non_negative(columns: FloatArray, wanted: FloatArray) -> FloatArray:
@@ -67,8 +73,10 @@ def calibration(run: Path) -> dict[str, Any]:
     columns = np.array(rows, np.float64)
     reward = _reward_seconds(run / "timeline.json")
     between = np.array([max(0.0, line["time/reward"] - reward) for line in updates])
-    seconds = np.array([line["time/rollout"] for line in updates]) + between
-    step = non_negative(columns, seconds)
+    rollout = np.array([line["time/rollout"] for line in updates])
+    working = np.array([line.get("engine/worker_seconds", line["time/rollout"]) for line in updates])
+    seconds = working * np.divide(rollout + between, rollout, out=np.ones_like(rollout), where=rollout > 0)
+    step = _step_cost(updates, columns, seconds)
     training = np.array([line["time/update"] + line["time/boundary"] for line in updates])
     base, per_token = non_negative(
         np.stack([np.ones(len(updates)), np.array(tokens_trained)], axis=1), training
@@ -87,12 +95,38 @@ def calibration(run: Path) -> dict[str, Any]:
             "nodes": float(np.mean([nodes for entries in visits.values() for _, nodes in entries])),
         },
         "updates": len(updates),
-        "between_steps": float(between.sum() / seconds.sum()),
+        "between_steps": float(between.sum() / (rollout + between).sum()),
         "relative_error": {
             "rollout": _relative(columns @ step, seconds),
             "update": _relative(base + per_token * np.array(tokens_trained), training),
         },
     }
+
+
+def _step_cost(updates: list[dict[str, Any]], columns: FloatArray, seconds: FloatArray) -> FloatArray:
+    """What a step, a token, a K/V entry and a prefilled token cost, (4,), from an update's `columns` (U, 4) of these
+    and its engines' `seconds` (U,), with what passed between their steps.
+    """
+    known = seconds > 0.0
+    if "engine/busy_squares" not in updates[0]:
+        return non_negative(columns[known] / seconds[known, None], np.ones(int(known.sum())))
+    known &= np.array([line["engine/decode_steps"] > 0 for line in updates])
+    columns, seconds = columns[known], seconds[known]
+    decoding, squares, prefill, busy, worked = (
+        np.array([line[f"engine/{name}"] for line in updates], np.float64)[known]
+        for name in (
+            "decode_steps",
+            "busy_squares",
+            "busy_prefill_tokens",
+            "busy_slot_seconds",
+            "worker_seconds",
+        )
+    )
+    weighted = columns * (squares / decoding)[:, None]
+    weighted[:, 0], weighted[:, 3] = decoding, prefill
+    by_step, by_slot = columns / seconds[:, None], weighted / (busy * seconds / worked)[:, None]
+    both = np.concatenate([0.5 * (by_step + by_slot), DRIFTLESS * (by_step - by_slot)])
+    return non_negative(both, np.repeat([1.0, 0.0], len(seconds)))
 
 
 def _reward_seconds(timeline: Path) -> float:
