@@ -67,3 +67,14 @@ class Engine(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Counters since the last call (steps, tokens, seconds by part), reset by it."""
+
+
+MODEL_COUNTERS = (
+    "steps", "decode_steps", "prefill_tokens", "decode_tokens", "drafted_tokens", "accepted_tokens",
+    "reverified_tokens", "busy_squares", "busy_prefill_tokens", "busy_slot_seconds", "step_seconds", "model_seconds",
+    "sampling_seconds", "reuse_kept_tokens", "reuse_tried", "reuse_whole",
+)  # fmt: skip
+"""What an engine with a model counts. `steps`; `decode_steps`: of one request each. Tokens: computed besides the
+sampled ones, sampled, drafted, accepted, computed again. `busy_*`: a step's requests, prefilled tokens and seconds,
+times its requests. Seconds; `reuse_*` as in `PrefixReuse.learn`.
+"""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from stretto import model as policy
 from stretto import sampling, sampling_torch
 from stretto.draft import MAX_NODES, Drafts, join
-from stretto.engine import Drafter, attention, linear, packing, verify
+from stretto.engine import MODEL_COUNTERS, Drafter, attention, linear, packing, verify
 from stretto.engine.reuse import PrefixReuse, Ruling
 from stretto.engine.slots import PromptRows, Slots, plan, refuse_unfit, response_limit
 from stretto.engine.stop_strings import StopStrings
@@ -195,18 +195,8 @@ class EmbeddedEngine:
         return events + answers
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: `steps`, `decode_steps` (of one request each), `decode_tokens` (sampled),
-        `prefill_tokens` (computed besides), drafted and accepted ones; `busy_*`: of each step times its requests;
-        `reuse_*` as in `PrefixReuse.learn`; seconds.
-        """
-        counted = self._counters
-        kinds = ("prefill", "busy_prefill", "decode", "drafted", "accepted", "reverified")
-        tokens = [f"{kind}_tokens" for kind in kinds]
-        reuse = ("reuse_kept_tokens", "reuse_tried", "reuse_whole")
-        seconds = [f"{part}_seconds" for part in ("busy_slot", "step", "model", "sampling")]
-        self._counters = dict.fromkeys(
-            ("steps", "decode_steps", "busy_squares", *tokens, *reuse, *seconds), 0.0
-        )
+        """`MODEL_COUNTERS`, since the last call."""
+        counted, self._counters = self._counters, dict.fromkeys(MODEL_COUNTERS, 0.0)
         return counted
 
     def _admit(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from stretto.alternatives import Alternatives
-from stretto.engine import Drafter
+from stretto.engine import MODEL_COUNTERS, Drafter
 from stretto.engine.slots import refuse_unfit, response_limit
 from stretto.engine.stop_strings import StopStrings
 from stretto.engine.vllm_arguments import build, engine_arguments, one_thread, require_vllm
@@ -194,17 +194,8 @@ class VllmEngine:
         return events + answers
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call, under the embedded engine's names. `model_seconds` are those of vLLM's step less the
-        `sampling_seconds`.
-        """
-        counted = self._counters
-        kinds = ("prefill", "busy_prefill", "decode", "drafted", "accepted", "reverified")
-        tokens = [f"{kind}_tokens" for kind in kinds]
-        reuse = ("reuse_kept_tokens", "reuse_tried", "reuse_whole")
-        seconds = [f"{part}_seconds" for part in ("busy_slot", "step", "model", "sampling")]
-        self._counters = dict.fromkeys(
-            ("steps", "decode_steps", "busy_squares", *tokens, *reuse, *seconds), 0.0
-        )
+        """`MODEL_COUNTERS`, since the last call. `model_seconds` are those of vLLM's step less `sampling_seconds`."""
+        counted, self._counters = self._counters, dict.fromkeys(MODEL_COUNTERS, 0.0)
         return counted
 
     def close(self) -> None:
