@@ -100,7 +100,13 @@ def simulated(run: Path, measured: dict[str, Any], updates: int, drafts: bool) -
         config.schedule,
         Recorded(run),
         Cluster(
-            workers=workers, slots=slots, shared=0 if beside else workers, reward_seconds=costs["reward"]
+            workers=workers,
+            slots=slots,
+            shared=0 if beside else workers,
+            reward_seconds=costs["reward"],
+            report_seconds=max(
+                1e-3, costs["base"]
+            ),  # schedules that watch lengths hear of them at every step
         ),
         Costs(step, costs["train_base"], costs["train_per_token"], costs["sync"], None),
         max_new_tokens=config.sampling.max_new_tokens,
