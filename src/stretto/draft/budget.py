@@ -92,9 +92,10 @@ class Fixed(Budget):
 
 @kernel()
 def _worth_their_price(
-    gains: FloatArray, worth: float, tokens: int, curve: Curve, keep: BoolArray
-) -> tuple[int, float]:
-    """Mark in `keep` (N,) the nodes that make the most of a step's time: how many, and a gain that none is below.
+    gains: FloatArray, worth: float, tokens: int, curve: Curve, floor: float, keep: BoolArray
+) -> tuple[int, float, float]:
+    """Mark in `keep` (N,) the nodes that make the most of a step's time: how many; the least gain of those or, if none
+    is worth its price, the largest of all and `floor`; and a gain that none is below.
 
     `worth` is what the step makes of its `tokens` without nodes, `gains` (N,) what each node would add. A node of the
     best choice gains at least the choice's rate times what it costs: no less than the rate without any at the
@@ -117,7 +118,10 @@ def _worth_their_price(
             flattest = min(flattest, rise / (curve.tokens[right] - curve.tokens[right - 1]))
     if tokens < curve.tokens[0]:
         flattest = 0.0
-    return best, worth / seconds[0] * (flattest + curve.per_node)
+    level = gains[order[best - 1]] if best else floor
+    if not best and gains.size:
+        level = max(level, gains[order[0]])
+    return best, level, worth / seconds[0] * (flattest + curve.per_node)
 
 
 class Goodput(Budget):
@@ -136,11 +140,11 @@ class Goodput(Budget):
         """O(N log N)."""
         gains, worth = drafts.estimates, float(drafts.counts.size)
         keep = np.zeros(gains.size, dtype=np.bool_)
-        best, least = _worth_their_price(gains, worth, batch.tokens, self.cost.curve, keep)
+        curve = self.cost.curve
+        best, level, least = _worth_their_price(gains, worth, batch.tokens, curve, self.floor, keep)
         # Half of the least that was worth its price, or of the best that was not: should prices fall, a few steps
         # find the new level.
-        level = drafts.estimates[keep].min() if best else drafts.estimates.max(initial=self.floor)
-        self.floor = max(MARGIN * float(level), SURE * least)
+        self.floor = max(MARGIN * level, SURE * least)
         self._proposed += gains.size
         self._kept += best
         return keep

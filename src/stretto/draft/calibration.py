@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stretto.draft import SOURCES
-from stretto.draft.isotonic import isotonic
+from stretto.draft.isotonic import pool_adjacent, room_for_blocks
 from stretto.errors import StrettoError
 from stretto.records import BoolArray, FloatArray, IntArray
 from stretto.sampling import kernel
@@ -98,28 +98,36 @@ def _learn(
     _refresh(counts, table)
 
 
-@kernel()
+@kernel(inline=True)
 def _worth(seen: FloatArray, prior: float) -> float:
-    """How often nodes were accepted for their estimates, at most 1, from counts (..., 3) and TRUST tests more."""
+    """How often nodes were accepted for their estimates, at most 1, from counts (N, 3) and TRUST tests more."""
     expected, accepted = 0.0, 0.0
-    for bins in seen.reshape(-1, 3):
-        expected += bins[ESTIMATED]
-        accepted += bins[ACCEPTED]
+    for i in range(seen.shape[0]):
+        expected += seen[i, ESTIMATED]
+        accepted += seen[i, ACCEPTED]
     return min(1.0, (accepted + TRUST * prior) / (expected + TRUST))
 
 
 @kernel()
 def _refresh(counts: FloatArray, table: FloatArray) -> None:
-    """Knots from counts: each bin's mean estimate against its share of accepted tests, the prior included."""
+    """Knots from counts: each bin's mean estimate against its share of accepted tests, the prior included.
+
+    Called at nearly every step, for all rows: bin by bin, since arrays of a dozen take longer to make than to fill.
+    """
+    values, weights = np.empty(BINS), np.empty(BINS)
+    room = room_for_blocks(BINS)
     for row in range(counts.shape[0]):
-        worth_of_row = _worth(counts[row], WORTH[row])
+        worth_of_row = _worth(counts[row].reshape(-1, 3), WORTH[row])
         for bucket in range(counts.shape[1]):
             seen, knots = counts[row, bucket], table[row, bucket]
-            weights = seen[:, TESTED] + PRIOR
-            knots[1 : KNOTS - 1] = (seen[:, ESTIMATED] + PRIOR * CENTRES) / weights
             prior = PRIOR * _worth(seen, worth_of_row)
-            values = isotonic((seen[:, ACCEPTED] + prior * CENTRES) / weights, weights)
-            knots[KNOTS + 1 : -1] = values
+            for i in range(BINS):
+                weights[i] = seen[i, TESTED] + PRIOR
+                values[i] = (seen[i, ACCEPTED] + prior * CENTRES[i]) / weights[i]
+                knots[1 + i] = (seen[i, ESTIMATED] + PRIOR * CENTRES[i]) / weights[i]
+            pool_adjacent(values, weights, room)
+            for i in range(BINS):
+                knots[KNOTS + 1 + i] = values[i]
             # The ends are the outermost bins with their priors at 0 and 1: a line while nothing is known, and flat
             # beyond the bin's knot when much is.
             knots[0], knots[KNOTS - 1] = 0.0, 1.0

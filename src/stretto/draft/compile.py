@@ -12,7 +12,7 @@ from stretto.draft.calibration import Calibration
 from stretto.draft.cost import CostModel
 from stretto.draft.counters import Counters
 from stretto.draft.dropped import path_estimates
-from stretto.draft.follow import follow, follow_history, grow_at, nowhere
+from stretto.draft.follow import Said, follow, follow_history, grow_at, nowhere
 from stretto.draft.paths import judge
 from stretto.draft.tree import Rules, room_for
 from stretto.history.automaton import LivePool, find_text, match_live
@@ -35,12 +35,14 @@ def compile_kernels() -> None:
     rows = join_rows([rows_of(tokens, np.ones(text.size, np.float32), None)])
     arena.add(freeze(tokens, np.array([0, text.size]), np.ones(text.size), rows))
     at, calibration, grown = nowhere(1), Calibration(), room_for(1, 2)
-    follow(arena.arrays, pool.arrays, at, one, one, text[:0])
-    follow_history(arena.arrays, at, 0, text[:0])
+    said = Said(one, one * 0, text[:0])
+    follow(arena.arrays, pool.arrays, at, said)
+    follow_history(arena.arrays, at, said)
     path_estimates(calibration.table, 1)
     rules, key = Rules(2, True, True, True), np.zeros(1, np.uint64)
     table = calibration.table
-    counts = grow_at(arena.arrays, pool.arrays, at, key, one, one, one + 2, table, rules, 0.0, grown)
+    rooms = one + 2
+    counts, _ = grow_at(arena.arrays, pool.arrays, at, said, key, one, one, rooms, table, rules, 0.0, grown)
     none = grown.rows != 0
     sources = grown.sources.astype(np.int8)
     drafts = Drafts(counts, grown.token_ids, grown.parents, grown.depth, grown.estimates, sources)

@@ -21,13 +21,13 @@ from stretto.draft.calibration import Calibration
 from stretto.draft.compile import compile_kernels
 from stretto.draft.counters import Counters
 from stretto.draft.dropped import DROPPED, DroppedWork
-from stretto.draft.follow import follow, follow_history, grow_at, nowhere
+from stretto.draft.follow import Said, follow, follow_history, grow_at, nowhere
 from stretto.draft.mean_lengths import MeanLengths
 from stretto.draft.openings import Openings
 from stretto.draft.pauses import Pauses
 from stretto.draft.tree import Rules, room_for
 from stretto.errors import StrettoError
-from stretto.history.automaton import LivePool, find_text, match_live
+from stretto.history.automaton import LivePool, Pool, find_text, match_live
 from stretto.history.frozen import Frozen
 from stretto.history.index import LARGEST_TOKEN, HistoryIndex, Response
 from stretto.records import IntArray, Request, Rollout, prompt_uid
@@ -99,8 +99,8 @@ class HistoryDrafter:
         self._users: Counter[int] = Counter()  # of each of them
         self._dropped = DroppedWork(slots)
         self._grown = room_for(slots, max_nodes)
-        # slots, counts and tokens of the steps that were not asked
-        self._late: list[tuple[IntArray, IntArray, IntArray]] = []
+        self._late: list[Said] = []  # of the steps since the sources were last asked
+        self._nothing = Said(column()[:0], column()[:0], column()[:0])
         self._raw, self._rows = np.zeros(0), column()[:0]  # of the last proposal's nodes
         self._lengths = MeanLengths()
         self._counters = Counters()
@@ -127,7 +127,8 @@ class HistoryDrafter:
             group.length,
         )
         if request.token_ids.size:
-            self._follow(np.array([slot]), np.array([request.token_ids.size]), tokens[1:])
+            count = np.array([request.token_ids.size])  # in its prompt; the responses in flight: below
+            follow(self._frozen(), self._pool.arrays, at, Said(np.array([slot]), count, tokens[1:]))
         dropped = request.draft_ids if "dropped" in self._sources else tokens[:0]
         if dropped.size:
             self._dropped.begin(slot, request)
@@ -166,14 +167,15 @@ class HistoryDrafter:
         if not self._pauses.ask(needed=drops):
             self._raw, self._rows = self._grown.raw[:0], self._grown.rows[:0]
             return no_drafts(slots.size)
-        self._catch_up()
         if drops:
             dropped = self._dropped.paths(slots, room, self.calibration.table, self.budget.floor)
             room = np.where(dropped[0].counts > 0, 0, room)
-        counts = grow_at(
+        said = self._said()
+        counts, nodes = grow_at(
             self._frozen(),
-            self._pool.arrays,
+            self._room_for(said),
             self._at,
+            said,
             self._key,
             slots,
             generated,
@@ -183,7 +185,7 @@ class HistoryDrafter:
             self.budget.floor,
             self._grown,
         )
-        nodes, grown = int(counts.sum()), self._grown
+        grown = self._grown
         drafts = Drafts(
             counts,
             grown.token_ids[:nodes],
@@ -224,10 +226,8 @@ class HistoryDrafter:
         self.budget.learn(drafts, verified, slots)
         if self._dropped.any:
             self._dropped.follow(slots, verified.emitted, token_ids)
-        self._late.append((slots, verified.emitted, token_ids))
+        self._late.append(Said(slots, verified.emitted, token_ids))
         self._openings.said(slots, verified.emitted, token_ids)
-        if not self._pauses.paused:
-            self._catch_up()
         self._counters.observe_seconds += self._clock() - began
 
     # ---- the run's side -------------------------------------------------------------------------------
@@ -349,11 +349,13 @@ class HistoryDrafter:
         opened = self._openings.open()
         self._counters.waited(self._clock() - began)
         at = self._at
-        for slot, said in opened:
-            one = np.array([slot])
-            at.state_base[one], at.edge_base[one] = self.index.bases(self._openings.handles[one])
-            at.state[slot] = at.length[slot] = 0
-            follow_history(self._frozen(), at, slot, said)
+        if opened:
+            slots = np.array([slot for slot, _ in opened])
+            texts = [text for _, text in opened]
+            at.state_base[slots], at.edge_base[slots] = self.index.bases(self._openings.handles[slots])
+            at.state[slots] = at.length[slots] = 0
+            counts = np.array([text.size for text in texts])
+            follow_history(self._frozen(), at, Said(slots, counts, np.concatenate(texts)))
 
     def _frozen(self) -> Frozen:
         """The arena of histories in use; where it is a new one, everything in it has moved."""
@@ -364,16 +366,21 @@ class HistoryDrafter:
         return arrays
 
     def _catch_up(self) -> None:
-        """Follow what was said while nothing was asked for, all at once: a call costs more than its tokens."""
+        """Follow what was said since the sources were last asked: before it changes who is in flight, and where."""
         if self._late:
-            slots, counts, tokens = map(np.concatenate, zip(*self._late, strict=True))
-            self._late.clear()
-            self._follow(slots, counts, tokens)
+            said = self._said()
+            follow(self._frozen(), self._room_for(said), self._at, said)
 
-    def _follow(self, slots: IntArray, counts: IntArray, tokens: IntArray) -> None:
-        """Take the requests in `slots` (R,) over their new tokens, and add these to the responses in flight."""
-        said = tokens.size if tokens.size and (self._at.group[slots] >= 0).any() else 0
-        follow(self._frozen(), self._pool.reserve(said), self._at, slots, counts, tokens)
+    def _said(self) -> Said:
+        """What was said since the last call, to be followed now: all at once, for a call costs more than its tokens."""
+        late, self._late = self._late, []
+        if len(late) == 1:
+            return late[0]
+        return Said(*map(np.concatenate, zip(*late, strict=True))) if late else self._nothing
+
+    def _room_for(self, said: Said) -> Pool:
+        """The responses in flight, with room for new tokens."""
+        return self._pool.reserve(said.tokens.size if "siblings" in self._sources else 0)
 
 
 def _behind_start(top: Alternatives | None) -> Alternatives | None:

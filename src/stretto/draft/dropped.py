@@ -31,11 +31,9 @@ class DroppedWork:
         self._texts = np.zeros((slots, 0), np.int64)
         self._length = np.zeros(slots, np.int64)  # of the text; 0: there is none, or the response has left it
         self._said = np.zeros(slots, np.int64)
-
-    @property
-    def any(self) -> bool:
-        """Whether a response agrees with what was dropped of it, and has some of that before it."""
-        return bool(self._length.any())
+        self.any = False
+        """Whether a response agrees with what was dropped of it, and has some of that before it. Asked at every step,
+        and seldom true: looked up where it may change."""
 
     def begin(self, slot: int, request: Request) -> None:
         """The slot has a new request, perhaps one with tokens."""
@@ -47,10 +45,12 @@ class DroppedWork:
                 self._texts = np.pad(self._texts, ((0, 0), (0, missing)))
             self._texts[slot, : text.size] = text
             self._length[slot], self._said[slot] = text.size, said.size
+        self.any = bool(self._length.any())
 
     def end(self, slot: int) -> None:
         """The slot is free again."""
         self._length[slot] = 0
+        self.any = bool(self._length.any())
 
     def follow(self, slots: IntArray, counts: IntArray, token_ids: IntArray) -> None:
         """`slots` (R,) said `counts` (R,) more tokens each, of `token_ids` (T,)."""
@@ -60,6 +60,7 @@ class DroppedWork:
         owner, place, token_ids = owner[within], place[within], token_ids[within]
         self._length[owner[self._texts[owner, place] != token_ids]] = 0
         self._said[slots] += counts
+        self.any = bool(self._length.any())
 
     def paths(
         self, slots: IntArray, room: IntArray, table: FloatArray, floor: float

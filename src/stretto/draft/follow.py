@@ -1,10 +1,12 @@
 """Where the requests in flight are in every source, by slot: taken along token by token, and asked for all at once.
 
-A step of a few requests is short, and handing an array to a kernel takes longer than looking something up in it. So
-there is one call to follow new tokens in all sources, and one to grow all trees.
+A step of a few requests is short, and handing an array to a kernel takes longer than looking something up in it (half
+a microsecond, for each of fifty). So one call follows new tokens in all sources and grows all trees.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,9 +30,16 @@ def nowhere(slots: int) -> Matches:
     )
 
 
-@kernel()
-def follow_history(frozen: Frozen, matches: Matches, slot: int, tokens: IntArray) -> None:
-    """Take the request in `slot` over new `tokens` (T,) in its history alone, in place."""
+class Said(NamedTuple):
+    """New tokens of R requests."""
+
+    slots: IntArray  # (R,); a slot may come several times, its earlier tokens first
+    counts: IntArray  # (R,)
+    tokens: IntArray  # (counts.sum(),), request after request
+
+
+@kernel(inline=True)
+def _advance_history(frozen: Frozen, matches: Matches, slot: int, tokens: IntArray) -> None:
     state, length = matches.state[slot], matches.length[slot]
     for token in tokens:
         state, length = advance(
@@ -40,20 +49,26 @@ def follow_history(frozen: Frozen, matches: Matches, slot: int, tokens: IntArray
 
 
 @kernel()
-def follow(
-    frozen: Frozen, pool: Pool, matches: Matches, slots: IntArray, counts: IntArray, tokens: IntArray
-) -> None:
-    """Take the requests in `slots` (R,) over their `counts` (R,) new tokens, in place.
+def follow_history(frozen: Frozen, matches: Matches, said: Said) -> None:
+    """Take requests over tokens in their histories alone, in place."""
+    at = 0
+    for r in range(said.slots.size):
+        _advance_history(frozen, matches, said.slots[r], said.tokens[at : at + said.counts[r]])
+        at += said.counts[r]
 
-    `tokens` (counts.sum(),) are request after request. What a request says is added to the responses in flight, for
-    which `pool` must have room.
+
+@kernel()
+def follow(frozen: Frozen, pool: Pool, matches: Matches, said: Said) -> None:
+    """Take requests over their new tokens, in place.
+
+    What a request says is added to the responses in flight, for which `pool` must have room.
     """
     at = 0
-    for r in range(slots.size):
-        slot, new = slots[r], tokens[at : at + counts[r]]
-        at += counts[r]
+    for r in range(said.slots.size):
+        slot, new = said.slots[r], said.tokens[at : at + said.counts[r]]
+        at += said.counts[r]
         if matches.state_base[slot] >= 0:
-            follow_history(frozen, matches, slot, new)
+            _advance_history(frozen, matches, slot, new)
         if matches.prompt[slot] >= 0:
             state, length = matches.prompt_state[slot], matches.prompt_length[slot]
             for token in new:
@@ -68,6 +83,7 @@ def grow_at(
     frozen: Frozen,
     pool: Pool,
     matches: Matches,
+    said: Said,
     keys: KeyArray,
     slots: IntArray,
     positions: IntArray,
@@ -76,8 +92,12 @@ def grow_at(
     rules: Rules,
     floor: float,
     grown: Grown,
-) -> IntArray:
-    """`grow` for the requests in `slots` (R,); `matches` and `keys` are those of all slots."""
+) -> tuple[IntArray, int]:
+    """`follow`, then `grow` for the requests in `slots` (R,): nodes of each, and of all.
+
+    `matches` and `keys` are those of all slots.
+    """
+    follow(frozen, pool, matches, said)
     here = Matches(
         matches.state_base[slots],
         matches.edge_base[slots],
@@ -89,4 +109,5 @@ def grow_at(
         matches.prompt_state[slots],
         matches.prompt_length[slots],
     )
-    return grow(frozen, pool, here, keys[slots], positions, room, table, rules, floor, grown)
+    counts = grow(frozen, pool, here, keys[slots], positions, room, table, rules, floor, grown)
+    return counts, counts.sum()

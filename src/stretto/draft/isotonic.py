@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from stretto.records import FloatArray
+from stretto.records import FloatArray, IntArray
 from stretto.sampling import kernel
 
 
-@kernel()
-def isotonic(values: FloatArray, weights: FloatArray) -> FloatArray:
-    """The non-decreasing sequence nearest to `values` (K,) in squares weighted by `weights` (K,), all positive.
+class Blocks(NamedTuple):
+    """Room for as many blocks as there are values."""
 
-    Pool adjacent violators (Ayer et al. 1955): neighbours in the wrong order become one block, at its mean.
-    """
-    means = np.empty(values.size)
-    masses = np.empty(values.size)
-    ends = np.empty(values.size, np.int64)
+    means: FloatArray
+    masses: FloatArray
+    ends: IntArray
+
+
+@kernel(inline=True)
+def room_for_blocks(size: int) -> Blocks:
+    """For so many values."""
+    return Blocks(np.empty(size), np.empty(size), np.empty(size, np.int64))
+
+
+@kernel(inline=True)
+def pool_adjacent(values: FloatArray, weights: FloatArray, room: Blocks) -> None:
+    """`isotonic`, in place."""
+    means, masses, ends = room
     blocks = 0
     for i in range(values.size):
         mean, mass = values[i], weights[i]
@@ -26,9 +37,19 @@ def isotonic(values: FloatArray, weights: FloatArray) -> FloatArray:
             mass += masses[blocks]
         means[blocks], masses[blocks], ends[blocks] = mean, mass, i + 1
         blocks += 1
-    fitted = np.empty(values.size)
     start = 0
     for block in range(blocks):
-        fitted[start : ends[block]] = means[block]
+        for i in range(start, ends[block]):
+            values[i] = means[block]
         start = ends[block]
+
+
+@kernel()
+def isotonic(values: FloatArray, weights: FloatArray) -> FloatArray:
+    """The non-decreasing sequence nearest to `values` (K,) in squares weighted by `weights` (K,), all positive.
+
+    Pool adjacent violators (Ayer et al. 1955): neighbours in the wrong order become one block, at its mean.
+    """
+    fitted = values.copy()
+    pool_adjacent(fitted, weights, room_for_blocks(values.size))
     return fitted
