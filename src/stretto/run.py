@@ -208,7 +208,9 @@ class Run:
         self.earlier = None  # the drafter has what it needs
 
     def _await_workers(self) -> None:
-        """Their start belongs to no step."""
+        """Their start belongs to no step, and neither does indexing what earlier ones said."""
+        if self.drafter is not None:
+            self.drafter.settle()
         if isinstance(self.fleet, WorkerFleet):
             self.reporter.message(f"{self.config.fleet.workers} workers load the model")
             self.fleet.wait_until_ready()

@@ -122,6 +122,7 @@ class TestRequests:
         monkeypatch.setattr(it._pool, "reserve", noting)
         nothing = no_drafts(2)
         it.observe(np.arange(2), nothing, *verify(nothing, [[1], [2]]))
+        propose(it, [0, 1], [1, 1])
         assert reserved == [2]
 
     def test_the_budget_hears_of_begins_and_natural_ends(self) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.draft.estimates import advance_live
-from stretto.draft.follow import follow, nowhere
+from stretto.draft.follow import Said, follow, nowhere
 from stretto.history.automaton import LivePool, find_text
 from stretto.history.frozen import Arena, advance, freeze
 from stretto.records import IntArray
@@ -38,7 +38,7 @@ def test_equals_each_source_alone(
         texts = [[1, 2], *(pieces[piece] for pieces in said)]
         counts, tokens = ids([len(text) for text in texts]), ids([t for text in texts for t in text])
         arrays = pool.reserve(len(tokens) - 2)
-        follow(arena.arrays, arrays, at, np.arange(slots), counts, tokens)
+        follow(arena.arrays, arrays, at, Said(np.arange(slots), counts, tokens))
     for slot, (first, second) in enumerate(said, 1):
         state = length = 0
         where, matched = pool.root(quoted), 0

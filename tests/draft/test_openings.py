@@ -97,3 +97,11 @@ def test_a_pause_does_not_keep_them_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     for step_number in range(4):
         propose(it, SLOTS, [step_number] * 4, room=0)
     assert not it._openings.due
+
+
+def test_once_settled_all_histories_can_be_opened_at_once() -> None:
+    it = drafter(sources=["history"])
+    for prompt in PROMPTS:
+        it.remember([rollout([1, 2, 3, 4] * 200, prompt=prompt)])
+    it.settle()
+    assert all(it.index.opening(prompt_uid(np.array(prompt))) for prompt in PROMPTS)

@@ -34,7 +34,6 @@ def test_what_is_needed_is_asked() -> None:
     pauses = Pauses(16)
     asked(pauses, 20)
     assert pauses.ask(needed=True)
-    assert not pauses.paused
 
 
 def begins_at_every_step(pauses: Pauses, steps: int) -> list[int]:

@@ -258,6 +258,10 @@ class HistoryDrafter:
             self._pool.close(self._newest)
             self._newest = -1
 
+    def settle(self) -> None:
+        """Wait until all histories are built, with this thread's help: before an engine begins, which would wait."""
+        self.index.wait_for_all()
+
     def state_dict(self) -> dict[str, Any]:
         """What was learned from verification; histories are rebuilt from the log by `remember`.
 

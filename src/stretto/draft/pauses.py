@@ -20,7 +20,6 @@ class Pauses:
     """
 
     def __init__(self, longest: int) -> None:
-        self.paused = False  # this step is not asked
         self._longest = longest
         self._fruitless = 0  # steps in a row without a node
         self._credit = CREDIT
@@ -37,9 +36,9 @@ class Pauses:
     def ask(self, needed: bool) -> bool:
         """Whether this step is to be asked; `needed`: in any case. If so, `found` is to be called."""
         fruitless = self._fruitless
-        self.paused = not needed and bool(fruitless & (fruitless - 1) and fruitless % self._longest)
-        self._fruitless += self.paused
-        return not self.paused
+        paused = not needed and bool(fruitless & (fruitless - 1) and fruitless % self._longest)
+        self._fruitless += paused
+        return not paused
 
     def found(self, nodes: int) -> None:
         """The step that was asked had so many nodes that are worth checking."""

@@ -38,6 +38,9 @@ class Drafting(Protocol):
     def remember(self, rollouts: Sequence[Rollout]) -> None:
         """Finished responses become history."""
 
+    def settle(self) -> None:
+        """Before the engines begin: what is done with these in the background need not be waited for any more."""
+
     def state_dict(self) -> dict[str, Any]:
         """What was learned from verification; plain JSON."""
 

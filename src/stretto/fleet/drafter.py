@@ -19,6 +19,9 @@ class FleetDrafter:
     def remember(self, rollouts: Sequence[Rollout]) -> None:
         self._fleet.remember(rollouts)
 
+    def settle(self) -> None:
+        """Nothing: workers index what they are sent in processes of their own, while they load their weights."""
+
     def state_dict(self) -> dict[str, Any]:
         """The first worker's state as one drafter has it, and those of all in `workers`."""
         states = self._fleet.drafter_states()

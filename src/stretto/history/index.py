@@ -236,6 +236,10 @@ class HistoryIndex:
             histories[uid].awaited = histories[uid].revision
         self._keep_within_bounds()
 
+    def wait_for_all(self) -> None:
+        """Return when all builds that were asked for are done, the last ones of them here."""
+        self._finish(lambda uid: True)
+
     def _finish(self, wanted: Callable[[str], bool]) -> None:
         """Adopt the automata that are being built of the wanted prompts."""
         while jobs := [job for job in self._jobs if wanted(job[0])]:
