@@ -25,7 +25,10 @@ from stretto.fleet.messages import Failed, Load, Stepped
 from stretto.records import Progress
 from stretto.weights import WeightsRef
 
-LINGER = 0.02  # seconds that news which nobody waits for may wait for more: a call takes a millisecond
+LINGER = 0.1
+"""Seconds that news which nobody waits for may wait for more: a call takes a millisecond of several threads, and that
+from the engines where the machine has no cores besides theirs.
+"""
 GROUPS = {"take": 1, "replies": 1}
 """Threads for the two methods, of these names; an actor's others have their own."""
 
@@ -79,9 +82,11 @@ class EngineActor:
     def _send(self, reply: object) -> None:
         packed = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
         with self._news:
+            lingers = bool(self._replies)
             self._replies.append(packed)
             self._urgent = self._urgent or not _can_wait(reply)
-            self._news.notify_all()
+            if self._urgent or not lingers:  # else nobody has to wake up for it
+                self._news.notify_all()
 
     def _serve(self, module: str) -> None:
         try:
