@@ -19,6 +19,7 @@ from stretto.config import ModelConfig
 from stretto.errors import StrettoError
 from stretto.model import (
     FAMILIES,
+    SMOLLM2,
     check_supported,
     end_tokens,
     hidden_states,
@@ -160,6 +161,10 @@ def test_missing_places_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for load in (load_model, load_tokenizer):
         with pytest.raises(StrettoError, match=r"no folder .*nowhere"):
             load(ModelConfig(path=nowhere, device="cpu"))
+        with pytest.raises(
+            StrettoError, match=r"no folder .*SmolLM2.*; `make smollm2` in the repository makes"
+        ):
+            load(ModelConfig(path=str(tmp_path / SMOLLM2), device="cpu"))
         with pytest.raises(StrettoError, match=r"no-owner/no-model.*hub"):
             load(ModelConfig(path="no-owner/no-model", device="cpu"))
         with pytest.raises(StrettoError, match="could not be loaded"):

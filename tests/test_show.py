@@ -65,10 +65,23 @@ def words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(show, "decoder", lambda path: decode)
 
 
-def printed(path: Path, step: int | None = None, prompt: str | None = None) -> str:
+def printed(path: Path, step: int | None = None, prompt: str | None = None, width: int = 100) -> str:
     out = io.StringIO()
-    show.show(path, step, prompt, console=Console(file=out, width=100, highlight=False))
+    show.show(path, step, prompt, console=Console(file=out, width=width, highlight=False))
     return out.getvalue()
+
+
+def test_a_narrow_terminal_gets_whole_columns_and_is_told_which_are_left_out(folder: Path) -> None:
+    def titles(text: str) -> list[str]:
+        return next(line for line in text.splitlines() if line.split()[:1] == ["step"]).split()
+
+    whole = titles(printed(folder, width=show.PIPED))
+    assert "left out" not in printed(folder, width=show.PIPED)
+    narrow = printed(folder, width=18)
+    assert titles(narrow) == ["step", "reward"]
+    assert whole == ["step", "reward", "seconds"]
+    assert all(len(line) <= 18 for line in narrow.splitlines())
+    assert "left out, as the terminal is narrow: seconds" in " ".join(narrow.split())
 
 
 def test_the_summary_is_complete_for_a_program(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,28 @@ def test_a_new_way_to_evaluate_chooses_the_best_checkpoint_anew(tmp_path: Path) 
     Trainer.resume(folder, {"steps": 3, "eval.limit": 2}, reporter=reporter).run()
     assert (folder / "best").resolve().name == "step-000003"
     assert any("eval.limit changed: accuracies" in text for text in reporter.texts)
+
+
+def test_a_run_says_before_it_begins_that_nothing_will_be_evaluated_or_trained(tmp_path: Path) -> None:
+    config = small(tmp_path, "rows", **{"eval.enabled": True, "steps": 1, "data.task": None})
+    rows = [{"prompt": "2 + 2 ="}, {"prompt": "3 + 3 ="}]
+    first, again = Messages(), Messages()
+    Trainer(config, data=rows, reward=f"{REWARDS}:vowels", reporter=first).run()
+    folder = tmp_path / "rows"
+    result = Trainer.resume(folder, data=rows, reward=f"{REWARDS}:vowels", reporter=again).run()
+    assert result.steps == 1
+    not_evaluated = (
+        "eval: there are no held-out rows, so nothing is evaluated; eval.path names a file of them"
+    )
+    longer = f"the run has made all its 1 steps; to train longer: stretto resume {folder} --steps 2"
+    assert (not_evaluated in first.texts, longer in first.texts) == (True, False)
+    assert (not_evaluated in again.texts, longer in again.texts) == (True, True)
+
+
+def test_an_absent_tracker_is_said_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = small(tmp_path, "tracked", **{"track.trackers": ["wandb"], "model.path": "nowhere"})
+    with pytest.raises(StrettoError, match="wandb is not installed"):
+        Trainer(config).run()

@@ -238,7 +238,8 @@ def show(
     from stretto import show as shown
 
     if not json:
-        shown.show(run, step, prompt, console=Console(highlight=False))
+        width = None if sys.stdout.isatty() else shown.PIPED
+        shown.show(run, step, prompt, console=Console(highlight=False, width=width))
     elif step is None and prompt is None:
         print(_line(shown.summary(run)))
     else:

@@ -38,6 +38,9 @@ from stretto.errors import StrettoError
 FAMILIES = ("gemma", "gpt2", "llama", "qwen2", "qwen3")
 """Values of `model_type` that are tested against the plain model."""
 
+SMOLLM2 = "SmolLM2-135M-Instruct"
+"""The model of examples/gsm8k_smollm2.toml."""
+
 ATTENTION = "stretto"
 """Name of our attention function in transformers' registry."""
 
@@ -296,4 +299,9 @@ def _not_loaded(what: str, path: str, error: Exception) -> str:
             f'there is no folder "{path}", and the {what} "{path}" could not be fetched from the Hugging Face '
             f"hub (no such name, or the hub could not be reached): {detail}"
         )
-    return f'{what}: there is no folder "{path}"'
+    return f'{what}: there is no folder "{path}"{_fetched_by(path)}'
+
+
+def _fetched_by(path: str) -> str:
+    """How to get a model that the repository's examples name, and that cannot lie in it."""
+    return "; `make smollm2` in the repository makes it" if Path(path).name == SMOLLM2 else ""

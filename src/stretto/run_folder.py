@@ -35,10 +35,11 @@ from stretto.atomic import (
     write_synced,
 )
 from stretto.checkpoints import Checkpoint, Damaged, read_checkpoint, verify, write_checkpoint
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError
 from stretto.history.log import check_log, write_rollouts
 from stretto.lock import Lock
 from stretto.records import Rollout
+from stretto.run_paths import free_name, is_run, require_run
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,8 @@ class RunFolder:
     def require_free(path: Path) -> None:
         """Raise StrettoError if there is something at `path`: a run is never overwritten."""
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            hint = f"continue it with `stretto resume {path}`, or " if _is_run(path) else ""
-            raise StrettoError(f"{path} exists already; {hint}choose another name: {_free_name(path)}")
+            hint = f"continue it with `stretto resume {path}`, or " if is_run(path) else ""
+            raise StrettoError(f"{path} exists already; {hint}choose another name: {free_name(path)}")
 
     @classmethod
     def open(cls, path: Path, *, writable: bool = False) -> Self:
@@ -90,10 +91,7 @@ class RunFolder:
         To write, the lock is taken, and what a killed writer left half-done is removed and said. Raises
         StrettoError if `path` is no run folder, or if another process is writing it.
         """
-        if not _is_run(path):
-            runs = [p.name for p in path.parent.iterdir() if _is_run(p)] if path.parent.is_dir() else []
-            hint = nearest(path.name, runs, most=3) if runs else f"there are no runs in {path.parent}"
-            raise StrettoError(f"{path} is not a run folder: it has no config.toml; {hint}")
+        require_run(path)
         if not writable:
             return cls(path, None)
         lock = Lock(path / "lock")
@@ -347,21 +345,10 @@ class RunFolder:
             raise RuntimeError(f"{self.path} is open for reading only")
 
 
-def _is_run(path: Path) -> bool:
-    return (path / "config.toml").is_file()
-
-
 def _make_folder(path: Path) -> None:
     if not path.is_dir():
         with disk_errors(path):
             os.makedirs(path, exist_ok=True)
-
-
-def _free_name(path: Path) -> Path:
-    number = 2
-    while path.with_name(f"{path.name}-{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}-{number}")
 
 
 def _step_name(step: int) -> str:

@@ -38,6 +38,19 @@ COLUMNS = (
     ("seconds", "time/total", ".1f"),
     ("accuracy", "eval/accuracy", ".1%"),
 )
+DISPENSABLE = (
+    "tokens/check",
+    "p99",
+    "idle",
+    "drafts right",
+    "seconds",
+    "tokens/s",
+    "accuracy",
+    "length",
+    "reward",
+)
+GAP = 2  # between columns
+PIPED = 200  # characters in a line where no terminal sets a limit
 
 
 # ---- the whole run --------------------------------------------------------------------------------------
@@ -62,8 +75,10 @@ def summary(path: Path) -> dict[str, Any]:
     }
 
 
-def summary_text(found: Mapping[str, Any]) -> RenderableType:
-    """The summary for a person: the curve of the reward, a table of steps, evaluations, checkpoints."""
+def summary_text(found: Mapping[str, Any], width: int) -> RenderableType:
+    """The summary for a person: the curve of the reward, a table of steps in up to `width` characters, evaluations,
+    checkpoints.
+    """
     config = load_config(found["config"])
     steps = [row | _accepted_share(row) for row in found["metrics"] if row["step"] > 0]
     parts: list[RenderableType] = [Text(headline(config, found["total_steps"], found["run"]), style="bold")]
@@ -78,7 +93,7 @@ def summary_text(found: Mapping[str, Any]) -> RenderableType:
     evaluated = [row for row in found["metrics"] if row.get("eval/accuracy") is not None]
     parts += [Text(f"evaluation step {row['step']}: {evaluation_text(row)}") for row in evaluated]
     if steps:
-        parts.append(_steps_table([steps[i] for i in _spread(len(steps), ROWS)]))
+        parts += _steps_table([steps[i] for i in _spread(len(steps), ROWS)], width)
     done = (
         "complete"
         if found["steps"] >= found["total_steps"]
@@ -91,13 +106,26 @@ def summary_text(found: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _steps_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+def _steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> list[RenderableType]:
+    """A table, and what it leaves out, the least telling first, where the terminal is too narrow."""
     shown = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
-    for title, _, _ in shown:
+    cells = {title: [title, *(number(row, key, spec) for row in rows)] for title, key, spec in shown}
+    left_out: list[str] = []
+    while sum(max(map(len, column)) + GAP for column in cells.values()) - GAP > width and len(cells) > 1:
+        left_out.append(next(title for title in DISPENSABLE if title in cells))
+        del cells[left_out[-1]]
+    table = _table(cells)
+    for row in list(zip(*cells.values(), strict=True))[1:]:
+        table.add_row(*row)
+    said = f"left out, as the terminal is narrow: {', '.join(left_out)}"
+    return [table, *([Text(said, style="dim")] if left_out else [])]
+
+
+def _table(titles: Iterable[str]) -> Table:
+    """A table without rows, of right-aligned columns."""
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(number(row, key, spec) for _, key, spec in shown))
     return table
 
 
@@ -212,9 +240,7 @@ def _end(text: str, characters: int) -> str:
 
 def visits_text(records: Sequence[Mapping[str, Any]]) -> RenderableType:
     """A prompt's visits as a table: how rewards and lengths moved, and how far the samples agree."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for title in ("step", "visit", "reward", "correct", "mean length", "longest"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _table(("step", "visit", "reward", "correct", "mean length", "longest"))
     for (step, visit), group in groupby(records, key=lambda record: (record["step"], record["visit"])):
         members = list(group)
         rewards = [m["reward"] for m in members if m["reward"] is not None]
@@ -241,7 +267,7 @@ def decoder(path: Path) -> Decode:
 def show(path: Path, step: int | None, prompt: str | None, *, console: Console) -> None:
     """Print a run, a step's rollouts, or a prompt's visits, for a person."""
     if step is None and prompt is None:
-        console.print(summary_text(summary(path)))
+        console.print(summary_text(summary(path), console.width))
         return
     found = rollouts(path, step, prompt)
     decode = decoder(path)

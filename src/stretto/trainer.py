@@ -33,6 +33,7 @@ from stretto.evaluation import evaluate as evaluate_model
 from stretto.fleet.ray_cluster import ray_for
 from stretto.model import load_model
 from stretto.observe.progress import Reporter, SilentReporter
+from stretto.observe.trackers import require_trackers
 from stretto.run import Run, RunResult
 from stretto.run_folder import RunFolder
 from stretto.runtime import LiveRuntime
@@ -94,6 +95,7 @@ class Trainer:
         self._resume_step: int | None = None
         self._resuming = False
         self._changed: list[str] = []  # keys that a resumed run has set anew
+        self._finished = False  # before it goes on
 
     @classmethod
     def resume(
@@ -122,6 +124,7 @@ class Trainer:
         trainer = cls(wanted, data=data, reward=reward, reporter=reporter)
         trainer.path, trainer._resuming, trainer._resume_step = folder, True, step
         trainer._changed = difference(saved, wanted)
+        trainer._finished = step in (None, wanted.steps) and wanted.steps == max(made, default=0)
         return trainer
 
     def run(self) -> RunResult:
@@ -134,6 +137,7 @@ class Trainer:
             if not self._resuming:
                 RunFolder.require_free(self.path)  # said before anything is loaded
             check_engine(self.config)
+            require_trackers(self.config)
             stack.enter_context(ray_for(self.config, available_cores()))
             inputs = read_inputs(self.config, self.data)
             spec = reward_spec(self.config.reward, inputs.data, self.reward_functions)
@@ -148,7 +152,7 @@ class Trainer:
                 else RunFolder.create(self.path, dump_toml(self.config))
             )
             self.reporter.start(self.config, self.config.steps, str(self.path))
-            changes = resume_warnings(self.config, self._changed)
+            changes = [*resume_warnings(self.config, self._changed), *self._nothing_to_do(inputs)]
             for warning in [*warnings(self.config), *changes, *inputs.warnings]:
                 self.reporter.message(warning)
             if workers.multi_turn and self.config.deterministic:
@@ -171,6 +175,18 @@ class Trainer:
                     folder.save_config(dump_toml(run.config))
                     run.begin()
                 return run.go()
+
+    def _nothing_to_do(self, inputs: Inputs) -> list[str]:
+        """What the run will not do, to be said before it begins."""
+        said = []
+        if self._finished:
+            longer = f"stretto resume {self.path} --steps {2 * self.config.steps}"
+            said.append(f"the run has made all its {self.config.steps} steps; to train longer: {longer}")
+        if self.config.eval.enabled and not inputs.test:
+            said.append(
+                "eval: there are no held-out rows, so nothing is evaluated; eval.path names a file of them"
+            )
+        return said
 
 
 def _require_steps_left(steps: int, made: Sequence[int], step: int | None) -> None:

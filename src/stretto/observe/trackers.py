@@ -76,7 +76,7 @@ def open_trackers(config: Config, run_dir: Path, say: Callable[[str], None]) -> 
     Raises:
         StrettoError: a tracker's package is absent, or it cannot be opened.
     """
-    modules = {name: _module(name) for name in config.track.trackers}
+    modules = require_trackers(config)
     trackers: list[Tracker] = []
     for name, module in modules.items():
         try:
@@ -94,6 +94,11 @@ MODULES = {
     "wandb": "wandb",
     "mlflow": "mlflow",
 }
+
+
+def require_trackers(config: Config) -> dict[str, ModuleType]:
+    """The packages of `config.track.trackers`, by tracker. Raises StrettoError if one is absent."""
+    return {name: _module(name) for name in config.track.trackers}
 
 
 def _module(name: str) -> ModuleType:
