@@ -89,7 +89,7 @@ def test_a_new_way_to_evaluate_chooses_the_best_checkpoint_anew(tmp_path: Path) 
 
 
 def test_a_run_says_before_it_begins_that_nothing_will_be_evaluated_or_trained(tmp_path: Path) -> None:
-    changes = {"eval.enabled": True, "steps": 1, "data.task": None, "reward.functions": []}
+    changes: dict[str, Any] = {"eval.enabled": True, "steps": 1, "data.task": None, "reward.functions": []}
     config = small(tmp_path, "rows", **changes)
     rows = [{"prompt": "2 + 2 ="}, {"prompt": "3 + 3 ="}]
     first, again = Messages(), Messages()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.engine.simulated import SimulatedEngine
 from stretto.records import Admit, Admitted, Event, Harvest, Publish, Request, Start, Stop
 from tests.schedule.runs import any_world, by_order, check_consumed, decisions, of, resumed, tokens, updates
 from tests.world import World, long_tailed
@@ -19,19 +20,19 @@ def test_every_response_is_consumed_once_and_not_too_old(seed: int) -> None:
     check_consumed(world)
 
 
-def test_state_machine_step_by_step() -> None:
+def test_state_machine_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pool of 3, groups of one: 0 and 2 end first; 1 and 3 go on after the update, before 4 begins."""
     config = of("concurrency", prompts=2, samples=1, concurrency=3, max_staleness=None)
     world = World(config, length=by_order([4, 30, 9, 25, 25, 25]), slots=8, reward_seconds=0)
     made = decisions(world)
     resumed_with: list[tuple[int, int]] = []
-    submit = world.engines[0].submit
+    submit = SimulatedEngine.submit
 
-    def note(requests: list[Request]) -> None:
+    def note(engine: SimulatedEngine, requests: list[Request]) -> None:
         resumed_with.extend((r.id, len(r.token_ids)) for r in requests)
-        submit(requests)
+        submit(engine, requests)
 
-    world.engines[0].submit = note  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(SimulatedEngine, "submit", note)
     world.run(1)
     assert made[:2] == [Admit(3, 1), Start([0, 1, 2], 0)]
     assert [d for d in made if isinstance(d, Admit)] == [Admit(3, 1), Admit(1, 1), Admit(1, 1)]

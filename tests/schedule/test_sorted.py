@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stretto.config import ScheduleConfig
+from stretto.engine.simulated import SimulatedEngine
 from stretto.records import Admit, Harvest, Publish, Request, Start
 from tests.schedule.runs import any_world, by_order, check_consumed, decisions, of, resumed, tokens, updates
 from tests.world import World, long_tailed
@@ -19,18 +20,18 @@ def test_every_response_is_consumed_once_and_not_too_old(seed: int) -> None:
     check_consumed(world)
 
 
-def test_on_policy_state_machine_step_by_step() -> None:
+def test_on_policy_state_machine_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     config = of("sorted", prompts=2, samples=1, unit="response", load_prompts=2, max_staleness=0)
     world = World(config, length=by_order([10, 3, 5, 20]), slots=2, reward_seconds=0)
     made = decisions(world)
     started: list[tuple[int, int, int]] = []
-    submit = world.engines[0].submit
+    submit = SimulatedEngine.submit
 
-    def note(requests: list[Request]) -> None:
+    def note(engine: SimulatedEngine, requests: list[Request]) -> None:
         started.extend((r.id, len(r.token_ids), len(r.draft_ids)) for r in requests)
-        submit(requests)
+        submit(engine, requests)
 
-    world.engines[0].submit = note  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(SimulatedEngine, "submit", note)
     world.run(2)
     kinds = [d for d in made if isinstance(d, (Admit, Harvest, Publish))]
     assert kinds == [Admit(4, 1), Harvest([1, 2]), Publish([0], "recompute"), Harvest([0, 3])]

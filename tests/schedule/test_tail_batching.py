@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.engine.simulated import SimulatedEngine
 from stretto.records import Admit, Discard, Harvest, Request, Start
 from tests.schedule.runs import any_world, by_order, check_consumed, decisions, of, resumed, tokens, updates
 from tests.world import World, long_tailed
@@ -32,20 +34,20 @@ def rounds(world: World, steps: int) -> list[dict[str, float]]:
     return found
 
 
-def test_short_and_long_round_step_by_step() -> None:
+def test_short_and_long_round_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 of 3 prompts, 2 of 3 responses. Prompt 0 has a response that would take long, prompt 1 two of them."""
     lengths = [5, 90, 6, 80, 70, 7, 8, 9, 60]
     config = of("tail_batching", prompts=2, samples=2, max_prompts_ratio=1.5, max_num_return_sequences=3)
     world = World(config, length=by_order(lengths), slots=16, reward_seconds=0)
     made = decisions(world)
     drafts: dict[int, tuple[int, int]] = {}
-    submit = world.engines[0].submit
+    submit = SimulatedEngine.submit
 
-    def note(requests: list[Request]) -> None:
+    def note(engine: SimulatedEngine, requests: list[Request]) -> None:
         drafts.update({r.id: (len(r.token_ids), len(r.draft_ids)) for r in requests})
-        submit(requests)
+        submit(engine, requests)
 
-    world.engines[0].submit = note  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(SimulatedEngine, "submit", note)
     world.run(1)
     assert made == [
         Admit(3, 3),

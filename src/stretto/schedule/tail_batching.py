@@ -79,14 +79,11 @@ class TailBatching:
             decisions += self._begin(view)
         self._queue(view, events)
         decisions += self._complete(view, events)
-        batch = self._batch(view)
+        whole = not any(isinstance(d, Admit) for d in decisions)  # else who is to come belongs to this round
+        batch = self._batch(view) if whole else []
         if batch:
             return decisions + self._close(view, batch)
-        if (
-            self.round
-            and len(self._kept) == len(self.round)
-            and not any(isinstance(d, Admit) for d in decisions)
-        ):
+        if self.round and len(self._kept) == len(self.round) and whole:
             decisions += self._more(view, self.config.prompts)  # all have ended, and they are not enough
         if self._starts:
             decisions += fill(view, self._next(view), self.free.room(view, newest=True))
