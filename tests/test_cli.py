@@ -267,6 +267,14 @@ def test_eval_of_a_run_uses_its_configuration(
     assert run(["eval", str(a_run), "--config", "demo"]) == 2
 
 
+def test_eval_evaluates_a_run_that_trains_without(library: Library, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "silent"
+    RunFolder.create(folder, dump_toml(load_config(None, {"eval.enabled": False}))).close()
+    assert run(["eval", str(folder), "--eval.limit", "3"]) == 0
+    [(_, (config, _, _))] = library.asked
+    assert (config.eval.enabled, config.eval.limit) == (True, 3)
+
+
 def test_eval_of_a_checkpoint_uses_its_runs_configuration(library: Library, a_run: Path) -> None:
     (a_run / "checkpoints" / "step-000012").mkdir()
     (a_run / "latest").symlink_to(Path("checkpoints") / "step-000012")

@@ -229,6 +229,10 @@ class TestHouseRules:
         code = "import sys, stretto, stretto.cli, stretto.config; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
+    def test_what_is_public_is_listed_before_it_is_loaded(self) -> None:
+        code = "import sys, stretto; sys.exit(dir(stretto) != stretto.__all__ or 'torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
 
 def definitions(module: Path) -> set[str]:
     """Dotted names of the classes and functions of a module, methods as `Class.method`."""

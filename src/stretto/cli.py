@@ -194,6 +194,8 @@ def eval(
     from stretto.observe.progress import SilentReporter, evaluation_text, open_reporter
 
     run, which = _run_of(target, checkpoint)
+    if not any(word.startswith("--eval.enabled") for word in words):
+        words = (*words, "--eval.enabled=true")  # also where training goes without
     if run is not None:
         if config is not None:
             raise StrettoError(

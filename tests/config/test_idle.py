@@ -87,6 +87,15 @@ def test_a_runs_own_file_is_read_without_what_does_nothing(key: str, tmp_path: P
     assert load_config(path, saved=True) == config
 
 
+def test_what_a_run_did_not_use_is_there_again_when_it_is_wanted(tmp_path: Path) -> None:
+    used = tomllib.loads(dump_toml(load_config("demo", {"eval.limit": 50, "eval.samples": 2})))
+    used["eval"]["enabled"] = False
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(used))
+    wanted = load_config(path, {"eval.enabled": True}, saved=True).eval
+    assert (wanted.limit, wanted.samples) == (50, 2)
+
+
 @pytest.mark.parametrize("preset", preset_names())
 def test_a_written_preset_says_all_defaults_and_loads(preset: str) -> None:
     config = load_config(preset)

@@ -103,7 +103,7 @@ def load_config(
         raise StrettoError("\n".join(dict.fromkeys(problems)))
     resolve_paths(layer, Path.cwd())
     if saved:
-        _leave_idle(tree, tree)
+        _leave_idle(tree, _merge(tree, layer))  # what was idle then may be wanted now
         _leave_ratio(tree, tree)
     _leave_source(tree, layer, saved)
     _leave_idle(tree, layer)
